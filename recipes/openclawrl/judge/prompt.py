@@ -1,0 +1,68 @@
+"""What the embedded judge reads: request, reply and next message, up to where the model would answer.
+
+Owns the layout (`VERSION` changes with it, since trained weights belong to one layout) and the cuts
+that keep it short. Message text is encoded without special tokens, so it can't close its own turn.
+It knows no model weights and no verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+VERSION = "e1"
+REQUEST_TOKENS, REPLY_TOKENS, NEXT_TOKENS = (40, 90, 70)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Token ids of one reaction, in two parts."""
+
+    context: tuple[int, ...]
+    """request and reply"""
+    suffix: tuple[int, ...]
+    """next message, and the opening of the answer it would get"""
+
+
+class Reader:
+    """Lays out readings with one tokenizer (a `transformers` one)."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._open = {role: self._markup(f"<|im_start|>{role}\n") for role in ("user", "assistant", "tool")}
+        self._close = self._markup("<|im_end|>\n")
+
+    def read(self, history: Sequence[Mapping[str, str]], next: Mapping[str, str], target: int | None = None) -> Reading:
+        """Lay out the reply at `target` (the last reply if None), what it answered, and what came next.
+
+        Raises ValueError when the history holds no reply.
+        """
+        replies = [i for i, m in enumerate(history) if m["role"] == "assistant"]
+        if not replies:
+            raise ValueError("the history holds no assistant reply")
+        at = replies[-1] if target is None else target
+        request = self._part("user", asked_before(history, at), REQUEST_TOKENS)
+        reply = self._part("assistant", history[at]["content"], REPLY_TOKENS)
+        said = self._part("user" if next["role"] == "user" else "tool", next["content"], NEXT_TOKENS)
+        return Reading(context=(*request, *reply), suffix=(*said, *self._open["assistant"]))
+
+    def _markup(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _part(self, role: str, text: str, limit: int) -> list[int]:
+        body = self._tokenizer.encode(text.strip() or "...", add_special_tokens=False, split_special_tokens=True)
+        return [*self._open[role], *cut(body, limit), *self._close]
+
+
+def asked_before(history: Sequence[Mapping[str, str]], at: int) -> str:
+    """The last user message before index `at`, or an empty text."""
+    return next((m["content"] for m in reversed(history[:at]) if m["role"] == "user"), "")
+
+
+def cut(ids: Sequence[int], limit: int) -> list[int]:
+    """At most `limit` ids: two thirds from the start, one third from the end."""
+    if len(ids) <= limit:
+        return list(ids)
+    tail = limit // 3
+    return [*ids[: limit - tail], *ids[len(ids) - tail :]]

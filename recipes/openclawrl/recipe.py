@@ -1,0 +1,150 @@
+"""OpenClaw-RL as a recipe: a PRM judges each turn by what came next; RL plus hindsight distillation.
+
+Binds the method's parts to Reef's contract; the parts themselves are prm.py (judge), sessions.py and
+processor.py (samples), teacher.py and objective.py (loss). Heavy imports happen on first use, so that
+the learner runs without torch and the trainer without a judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from reef.recipe import JudgedTurn, Loss, RecipeTools, Refusal, Report, Scorer, Turn, Verdict
+from reef.train.sample import Batch, Sample
+
+if TYPE_CHECKING:
+    from recipes.openclawrl.objective import Objective
+
+
+class Config(BaseModel):
+    """The `recipe` section of serve.yaml."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    batch_size: int = Field(16, ge=1, description="judged turns per step")
+    session_ttl_s: float = Field(900.0, gt=0, description="a session nobody continues for this long has ended")
+    max_staleness: int = Field(8, ge=0, description="versions a turn may be behind, corrected by the importance weight")
+    prm_m: int = Field(3, ge=1, description="votes per turn")
+    prm_hint_on: Literal["accept", "reject", "both"] = Field("both", description="when a hint is asked for")
+    prm_temperature: float = Field(0.6, ge=0, description="of the votes")
+    prm_max_tokens: int = Field(8192, ge=16, description="per vote")
+    prm_timeout_s: float = Field(120.0, gt=0, description="per vote")
+    prm_concurrency: int = Field(8, ge=1, description="turns judged at once")
+    prm_max_hint_candidates: int = Field(3, ge=1, description="hints kept per turn, shortest first")
+    prm_record_file: str | None = Field(None, description="JSON-lines file that every judgement is appended to")
+    w_rl: float = Field(1.0, ge=0, description="weight of the RL term")
+    w_opd: float = Field(1.0, ge=0, description="weight of the distillation term")
+    objective: Literal["reef", "openclaw"] = Field("reef", description="openclaw is the published objective, exactly")
+    advantage: Literal["raw", "baseline"] | None = Field(None, description="overrides the preset's advantage")
+    distil: Literal["jsd_full", "jsd_tail", "rkl_tail", "openclaw_topk"] | None = Field(
+        None, description="overrides the preset's distance to the teacher"
+    )
+    routing: Literal["always", "routed"] | None = Field(None, description="overrides the preset's routing")
+    beta_kl: float | None = Field(None, ge=0, description="overrides the preset's anchor to the base")
+    beta_replay: float | None = Field(None, ge=0, description="overrides the preset's anchor on a generic prompt")
+    max_contexts: int = Field(3, ge=1, le=3, description="candidate contexts for the teacher")
+    use_hints: bool = Field(True, description="false: only accepted replies are shown to the teacher")
+    max_turn_tokens: int = Field(2048, ge=16, description="longest prompt plus reply that is trained")
+    train_truncated: bool = Field(False, description="also train replies that their token limit cut off")
+
+
+class OpenClawRL:
+    """The recipe. `tools` may be None where only `loss` is called."""
+
+    name = "openclawrl"
+    Config = Config
+
+    def __init__(self, config: Config, tools: RecipeTools | None = None) -> None:
+        self.config = config
+        self._tools = tools
+        self._prm: Any = None
+        self._objective: Objective | None = None
+
+    async def judge(self, turn: Turn) -> Verdict | None:
+        from recipes.openclawrl.sessions import judged_history
+
+        report = next((r for r in reversed(turn.reports) if r.score is not None), None)
+        if report is not None:
+            return verdict_of_report(report, len(judged_history(turn)) - 1)
+        if turn.next is None:
+            return None
+        following = {"role": turn.next.role, "content": turn.next.text}
+        return await self._judge_model().judge(judged_history(turn), following)
+
+    def sample(self, turn: Turn, verdict: Verdict, past: Sequence[JudgedTurn]) -> Sample | Refusal:
+        from recipes.openclawrl.processor import make_sample
+
+        assert self._tools is not None, "sampling needs the policy's tokenizer"
+        return make_sample(
+            turn,
+            verdict,
+            past,
+            self._tools.tokenizer,
+            max_tokens=self.config.max_turn_tokens,
+            max_contexts=self.config.max_contexts,
+            use_hints=self.config.use_hints,
+            train_truncated=self.config.train_truncated,
+        )
+
+    def form(self, samples: Sequence[Sample], carried: Mapping[str, Any]) -> tuple[list[Sample], dict[str, Any]]:
+        from dataclasses import replace
+
+        from recipes.openclawrl.advantage import batch_advantages
+
+        advantages, state = batch_advantages(
+            [s.reward for s in samples], self._advantage_kind(), float(carried.get("baseline", 0.0))
+        )
+        formed = [replace(s, advantage=a) for s, a in zip(samples, advantages, strict=True)]
+        return formed, {"baseline": state}
+
+    def loss(self, batch: Batch, policy: Scorer, reference: Scorer) -> Loss:
+        from recipes.openclawrl.teacher import loss
+
+        return loss(batch, policy, reference, self.objective())
+
+    def active(self, sample: Sample) -> bool:
+        """Whether the sample has a trained token and a term; `Batch.n_eff` counts these."""
+        from recipes.openclawrl.teacher import active
+
+        return active(sample, self.objective())
+
+    def objective(self) -> Objective:
+        """The preset with the configured switches laid over it."""
+        if self._objective is None:
+            from dataclasses import replace
+
+            from recipes.openclawrl.objective import PRESETS
+
+            named = ("advantage", "distil", "routing", "beta_kl", "beta_replay")
+            chosen = {n: v for n in named if (v := getattr(self.config, n)) is not None}
+            preset = PRESETS[self.config.objective]
+            self._objective = replace(preset, w_rl=self.config.w_rl, w_opd=self.config.w_opd, **chosen)
+        return self._objective
+
+    def _advantage_kind(self) -> str:
+        return self.config.advantage or ("raw" if self.config.objective == "openclaw" else "baseline")
+
+    def _judge_model(self) -> Any:
+        if self._prm is None:
+            from recipes.openclawrl.prm import make_prm
+
+            assert self._tools is not None, "judging needs the prm section"
+            self._prm = make_prm(self._tools.prm, self.config, self._tools.model_dir)
+        return self._prm
+
+
+def verdict_of_report(report: Report, last: int) -> Verdict:
+    """An explicit score as a verdict on the reply at index `last`."""
+    score = report.score or 0.0
+    value = (score > 0) - (score < 0)
+    return Verdict(
+        verdict=value,
+        target=last if value else None,
+        charges=((last, value),) if value else (),
+        hint=report.feedback if report.feedback and len(report.feedback) > 10 else None,
+        confidence=1.0,
+        judge="report",
+    )

@@ -1,0 +1,40 @@
+"""What this method reads of a session: the judged history, and which accepted replies teach.
+
+Pure functions of turns; they know no tokenizer, no model and no database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from recipes.openclawrl.teacher import Demonstration
+from reef.recipe import JudgedTurn, Turn
+from reef.wire.exchange import conversation
+
+
+def judged_history(turn: Turn) -> list[dict[str, str]]:
+    """The conversation up to and including the reply, as the judge reads it; ends with the reply."""
+    return conversation([*turn.messages, turn.reply])
+
+
+def opening_request(turn: Turn) -> str:
+    """The request a session began with: what its accepted reply finally answered."""
+    return next((m.content for m in turn.messages if m.role == "user"), "")
+
+
+def demonstrations(turn: Turn, past: Sequence[JudgedTurn], limit: int) -> list[Demonstration]:
+    """Accepted replies to show the teacher, best first, at most `limit`.
+
+    One from the same session comes first: it solves this very request. Then the newest of other
+    sessions. A reply accepted after corrections is shown as the answer to the session's opening
+    request, so that the example reads as if it had been right at once.
+    """
+    accepted = [j.turn for j in reversed(past) if j.verdict.verdict > 0 and j.turn.id != turn.id]
+    same = [t for t in accepted if t.session == turn.session]
+    others = [t for t in accepted if t.session != turn.session]
+    shown: dict[str, Demonstration] = {}
+    for candidate in [*same, *others]:
+        reply = candidate.reply.content.strip()
+        if reply and reply not in shown:
+            shown[reply] = Demonstration(opening_request(candidate), reply)
+    return list(shown.values())[:limit]

@@ -1,0 +1,231 @@
+"""Looking at what was recorded: status, funnel, sessions, turns, releases, match, export.
+
+Reads the store directly, so it works with or without a running service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.panel import Panel
+
+from reef.cli.output import clock, counts, print_json, print_lines, print_table
+from reef.config import StoreConfig
+from reef.observe.views import Views
+from reef.store.database import open_database
+from reef.store.log import LogReader
+from reef.store.migrations import LEARN, LOG
+
+Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+Store = Annotated[Path, typer.Option("--store", "-s", help="the service's store.dir", envvar="REEF_STORE")]
+DEFAULT_STORE = Path("reef-data")
+
+
+def register(app: typer.Typer) -> None:
+    for command in (status, funnel, sessions, turns, releases, match, export):
+        app.command()(command)
+    app.command("import")(import_)
+
+
+def views(store: Path) -> Views:
+    """The store's views. Raises StoreError if there is no store."""
+    urls = StoreConfig(dir=store)
+    return Views(open_database(urls.log_url, LOG, create=False), open_database(urls.learn_url, LEARN, create=False))
+
+
+def status(store: Store = DEFAULT_STORE, json: Json = False) -> None:
+    """The state of the loop in a few numbers."""
+    view = views(store).status()
+    served = LogReader(open_database(StoreConfig(dir=store).log_url, LOG, create=False)).served()
+    view["served"] = served
+    if json:
+        print_json(view)
+        return
+    print_table("status", ("what", "value"), view.items())
+
+
+def funnel(store: Store = DEFAULT_STORE, json: Json = False) -> None:
+    """Every exchange by its fate; the counts add up to all exchanges."""
+    view = views(store).funnel()
+    if json:
+        print_json(view)
+        return
+    total = view["exchanges"]
+    rows = [(fate, n, f"{n / max(1, total):.1%}") for fate, n in view["fates"].items()]
+    rows += [("(not read yet)", view["unread"], "")] if view["unread"] else []
+    print_table("funnel", ("fate", "exchanges", "share"), [*rows, ("all", total, "")])
+    print(f"judged {view['judged']} of {view['finished']} finished turns ({view['judged_share']:.0%})")
+
+
+def sessions(
+    session: Annotated[str | None, typer.Argument(help="a session's id: show its exchanges")] = None,
+    store: Store = DEFAULT_STORE,
+    json: Json = False,
+) -> None:
+    """The newest sessions, or the exchanges of one."""
+    if session is None:
+        rows = views(store).sessions()
+        if json:
+            print_json({"sessions": rows})
+            return
+        shown = [(r["session"], r["exchanges"], clock(r["first"]), clock(r["last"]), counts(r["fates"])) for r in rows]
+        print_table("sessions", ("session", "exchanges", "first", "last", "fates"), shown)
+        return
+    view = views(store).session(session)
+    if json:
+        print_json(view)
+        return
+    shown = [(t["id"], clock(t["time"]), t["fate"], t["version"], t["method"], t["reason"]) for t in view["turns"]]
+    print_table(f"session {session}", ("receipt", "time", "fate", "version", "matched by", "reason"), shown)
+
+
+def turns(receipt: str, store: Store = DEFAULT_STORE, json: Json = False) -> None:
+    """Everything known of one exchange: words, tokens, matching, verdicts, fates."""
+    view = views(store).turn(receipt)
+    if json:
+        print_json(view)
+        return
+    console = Console(highlight=False)
+    for message in view["messages"]:
+        console.print(
+            Panel(message["content"], title=message["role"], title_align="left", border_style="dim"), markup=False
+        )
+    console.print(Panel(view["reply"] or "", title="reply", title_align="left"), markup=False)
+    for state in view["next_states"]:
+        console.print(Panel(state["next_state"], title=f"next: {state['role']}", title_align="left"), markup=False)
+    facts = {**(view["sampled"] or {}), **{k: v for k, v in (view["matching"] or {}).items() if k != "id"}}
+    print_table(f"turn {receipt}", ("what", "value"), facts.items())
+    said = [(v["judge"], v["verdict"], v["charged"], v["body"].get("hint"), v["seconds"]) for v in view["verdicts"]]
+    print_table("verdicts", ("judge", "verdict", "charged", "hint", "seconds"), said)
+    print_table(
+        "fates",
+        ("time", "fate", "rule", "reason"),
+        [(clock(f["time"]), f["fate"], f["rule"], f["reason"]) for f in view["fates"]],
+    )
+
+
+def releases(store: Store = DEFAULT_STORE, json: Json = False) -> None:
+    """Every version with the turns it learned from, its metrics and its gate."""
+    rows = views(store).releases()
+    served = LogReader(open_database(StoreConfig(dir=store).log_url, LOG, create=False)).served()
+    if json:
+        print_json({"served": served, "releases": rows})
+        return
+    print_table(
+        "releases",
+        ("scenario", "version", "parent", "status", "served", "turns", "loss", "KL to base", "seconds", "gate"),
+        [
+            (
+                r["scenario"],
+                r["version"],
+                r["parent"],
+                r["status"],
+                "now" if served.get(r["scenario"], 0) == r["version"] else "",
+                len(r["turns"]),
+                r["metrics"].get("loss"),
+                gate_value(r["gate"], "kl_to_base"),
+                r["metrics"].get("seconds"),
+                gate_line(r["gate"]),
+            )
+            for r in rows
+        ],
+    )
+
+
+def gate_value(gate: dict[str, Any], name: str) -> Any:
+    return next((c["value"] for c in gate.get("checks", ()) if c["name"] == name), None)
+
+
+def gate_line(gate: dict[str, Any]) -> str:
+    failed = [f"{c['name']} {c['value']} > {c['limit']}" for c in gate.get("checks", ()) if not c["passed"]]
+    return "passed" if not failed else "; ".join(failed)
+
+
+def match(
+    traffic: Annotated[Path, typer.Argument(help="traffic file (JSON lines)")],
+    online: Annotated[bool, typer.Option("--online", help="what the live service would have decided")] = False,
+    json: Json = False,
+) -> None:
+    """Rebuild conversations from recorded traffic and say which request answers which reply."""
+    del online  # with prefix and tag rules both views decide the same
+    rows = list(matched(traffic))
+    if json:
+        print_lines(rows)
+        return
+    columns = ("id", "session", "fate", "binds", "method", "score", "reason")
+    print_table(str(traffic), columns, [[r[c] for c in columns] for r in rows])
+
+
+def matched(traffic: Path) -> Iterator[dict[str, Any]]:
+    """One line per request of a traffic file, with the fates as they stand at its end."""
+    from reef.sessions.matcher import Matcher
+    from reef.wire.traffic import read_traffic
+
+    matcher = Matcher()
+    decisions = {}
+    fates: dict[str, str] = {}
+    for exchange in read_traffic(traffic):
+        decision = decisions[exchange.id] = matcher.observe(exchange)
+        fates[exchange.id] = decision.fate.value
+        fates.update({r.id: r.fate.value for r in decision.replaced if fates.get(r.id) == "open"})
+        if decision.binds and fates.get(decision.binds) == "open":
+            fates[decision.binds] = "queued"
+    for id, decision in decisions.items():
+        state = decision.next_state
+        yield {
+            "id": id,
+            "session": decision.session,
+            "fate": "no_next_state" if fates[id] == "open" else fates[id],
+            "turn_type": decision.turn_type,
+            "binds": decision.binds,
+            "next_state": state.text if state else None,
+            "next_state_role": state.role if state else None,
+            "method": decision.method,
+            "score": decision.score,
+            "reason": decision.reason,
+        }
+
+
+def export(store: Store = DEFAULT_STORE) -> None:
+    """Write every exchange as a line of the traffic format to stdout."""
+    from reef.wire.traffic import traffic_line
+
+    reader = LogReader(open_database(StoreConfig(dir=store).log_url, LOG, create=False))
+    at = 0
+    while rows := reader.tail(at):
+        for exchange in rows:
+            print(traffic_line(exchange))
+        at = rows[-1].seq
+
+
+def import_(
+    traffic: Annotated[Path, typer.Argument(help="traffic file (JSON lines)")], store: Store = DEFAULT_STORE
+) -> None:
+    """Append a traffic file to a store's log; ids that are there already are left alone."""
+    import asyncio
+
+    from reef.store.log import LogWriter
+    from reef.wire.traffic import read_traffic
+
+    engine = open_database(StoreConfig(dir=store).log_url, LOG)
+    open_database(StoreConfig(dir=store).learn_url, LEARN)
+    reader = LogReader(engine)
+    writer = LogWriter(engine)
+
+    async def run() -> tuple[int, int]:
+        added = known = 0
+        for exchange in read_traffic(traffic):
+            if reader.get(exchange.id):
+                known += 1
+            else:
+                await writer.exchange(exchange)
+                added += 1
+        return added, known
+
+    added, known = asyncio.run(run())
+    writer.close()
+    print(f"{added} exchanges added, {known} were there")

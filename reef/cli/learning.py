@@ -1,0 +1,246 @@
+"""Inference and learning, each alone: `reef judge` for verdicts, `reef train` for one weight update."""
+
+from __future__ import annotations
+
+import asyncio
+import json as json_module
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from reef.cli.output import print_json, print_lines, print_table
+from reef.config import Config, StoreConfig, load_config
+from reef.errors import BadRequest, ConfigError, JudgeError, ReefError
+from reef.recipe import NextState, Turn
+from reef.wire.exchange import Message
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="serve.yaml; without it all defaults")]
+Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(judge)
+    app.command()(train)
+
+
+def judge(
+    turns: Annotated[Path, typer.Argument(help="turn file (JSON lines: id, history, next)")],
+    config: ConfigFile = None,
+    json: Json = False,
+) -> None:
+    """Say what each reaction means: accepted, rejected or neither, and why."""
+    from reef.learner.__main__ import make_recipe
+    from reef.model import resolve
+
+    settings = load_config(config)
+    recipe = make_recipe(settings, resolve(settings.policy.model, progress=print_to_stderr))
+    rows = read_turns(turns)
+    limit = asyncio.Semaphore(getattr(recipe.config, "prm_concurrency", 8))
+
+    async def one(row: Mapping[str, Any]) -> dict[str, Any]:
+        async with limit:
+            try:
+                verdict = await recipe.judge(turn_of(row))
+            except JudgeError as error:
+                return {"id": row.get("id"), "verdict": None, "target": None, "charges": [], "error": str(error)}
+        if verdict is None:
+            return {"id": row.get("id"), "verdict": None, "target": None, "charges": []}
+        return {
+            "id": row.get("id"),
+            "verdict": verdict.verdict,
+            "target": verdict.target,
+            "charges": [{"index": i, "verdict": v} for i, v in verdict.charges],
+            "reject": verdict.reject,
+            "keep": verdict.keep,
+            "hint": verdict.hint,
+            "confidence": verdict.confidence,
+            "votes": list(verdict.votes),
+            "judge": verdict.judge,
+        }
+
+    async def run() -> list[dict[str, Any]]:
+        return list(await asyncio.gather(*(one(row) for row in rows)))
+
+    results = asyncio.run(run())
+    if json:
+        print_lines(results)
+        return
+    shown = [
+        (r["id"], r["verdict"], r["target"], r.get("confidence"), r.get("hint") or r.get("error")) for r in results
+    ]
+    print_table(str(turns), ("id", "verdict", "target", "confidence", "hint"), shown)
+
+
+def read_turns(path: Path) -> list[dict[str, Any]]:
+    """The lines of a turn file. Raises BadRequest naming the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise BadRequest(f"can't read {path}: {error.strerror}") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json_module.loads(line)
+            turn_of(row)
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise BadRequest(f"{path}, line {number}: not a turn: {error!r}") from None
+        rows.append(row)
+    return rows
+
+
+def turn_of(row: Mapping[str, Any]) -> Turn:
+    """A line of a turn file as a turn."""
+    history = [Message(m["role"], m["content"]) for m in row["history"]]
+    return Turn(
+        id=str(row.get("id", "")),
+        scenario="default",
+        session="",
+        messages=tuple(history[:-1]),
+        reply=history[-1],
+        next=NextState(row["next"]["role"], row["next"]["content"]),
+        sampled=None,
+    )
+
+
+def train(
+    store: Annotated[Path, typer.Option("--from", help="store.dir to learn from")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="report the step, write nothing")] = False,
+    publish: Annotated[
+        bool, typer.Option("--publish", help="write the release and serve it if a service runs")
+    ] = False,
+    step: Annotated[
+        str | None, typer.Option("--step", help="dry run of a stored step again; 'last' for the newest")
+    ] = None,
+    turns: Annotated[int | None, typer.Option("--turns", help="batch size; default: recipe.batch_size")] = None,
+    config: ConfigFile = None,
+    json: Json = False,
+) -> None:
+    """One weight update alone: its batch, its loss terms, what would change.
+
+    Without a service on the store, --publish forms a step of the waiting judged turns, trains it here
+    and records the release; the next `reef serve` serves it.
+    """
+    if dry_run == publish:
+        raise ConfigError("choose one of --dry-run and --publish")
+    settings = load_config(config)
+    settings = settings.model_copy(update={"store": settings.store.model_copy(update={"dir": store})})
+    report = _dry_run(settings, step, turns) if dry_run else _publish(settings, turns)
+    if json:
+        print_json(report)
+        return
+    print_report(report)
+
+
+def _dry_run(settings: Config, step: str | None, turns: int | None) -> dict[str, Any]:
+    folder = settings.store.dir / "steps"
+    if step is not None:
+        found = sorted(folder.glob("*/job.json"))
+        job = folder / step / "job.json" if step != "last" else (found[-1] if found else folder / "none")
+        if not job.exists():
+            raise ConfigError(f"no stored step {step!r} in {folder}")
+        return _trainer(settings, ["--dry-run", str(job)])
+    with tempfile.TemporaryDirectory() as scratch:
+        job = preview_job(settings, Path(scratch), turns)
+        return _trainer(settings, ["--dry-run", str(job)])
+
+
+def preview_job(settings: Config, scratch: Path, turns: int | None) -> Path:
+    """The job the waiting judged turns would make, in a scratch folder; the store stays as it is."""
+    steps = _steps(settings, scratch, turns)
+    job = steps.preview()
+    if job is None:
+        raise ReefError("no judged turns wait for a batch; --step last looks at the newest stored step")
+    return job
+
+
+def _publish(settings: Config, turns: int | None) -> dict[str, Any]:
+    from reef.service import acquire
+
+    lock = acquire(settings.store.dir / "serve.lock")  # a running service trains by itself
+    try:
+        steps = _steps(settings, settings.store.dir / "steps", turns)
+        formed = steps.form()
+        if not formed:
+            raise ReefError("no full batch of judged turns waits; see `reef funnel`, or give --turns")
+        _trainer(settings, ["--once"])
+        steps.collect()
+        result = settings.store.dir / "steps" / formed[0].id / "result.json"
+        return {"step": formed[0].id, "version": formed[0].version, **json_module.loads(result.read_text())}
+    finally:
+        lock.close()
+
+
+def _steps(settings: Config, folder: Path, turns: int | None) -> Any:
+    from dataclasses import replace
+
+    from reef.learner.__main__ import make_recipe, step_settings
+    from reef.learner.steps import Steps
+    from reef.learner.turns import Turns
+    from reef.model import resolve
+    from reef.store.database import open_database
+    from reef.store.learn import LearnStore
+    from reef.store.log import LogReader
+    from reef.store.migrations import LEARN, LOG
+
+    urls: StoreConfig = settings.store
+    engine = open_database(urls.log_url, LOG, create=False)
+    log = LogReader(engine)
+    learn = LearnStore(open_database(urls.learn_url, LEARN, create=False))
+    recipe = make_recipe(settings, resolve(settings.policy.model, progress=print_to_stderr))
+    chosen = step_settings(settings, recipe)
+    if turns is not None:
+        chosen = replace(chosen, batch_size=turns)
+    return Steps(log, learn, Turns(log, learn), recipe, folder, chosen)
+
+
+def _trainer(settings: Config, arguments: list[str]) -> dict[str, Any]:
+    """Run the trainer process to its end; returns the JSON it prints."""
+    from reef.model import resolve
+    from reef.service import thread_env, trainer_command
+
+    model = resolve(settings.policy.model, progress=print_to_stderr)
+    with tempfile.TemporaryDirectory() as scratch:
+        recipe = Path(scratch) / "recipe.json"
+        recipe.write_text(json_module.dumps(settings.recipe_settings))
+        command = [*trainer_command(settings, model, recipe), *arguments]
+        done = subprocess.run(
+            command, env={**os.environ, **thread_env(settings.train.threads)}, capture_output=True, text=True
+        )
+    if done.returncode != 0:
+        raise ReefError(f"the trainer ended with status {done.returncode}: {done.stderr.strip()[-500:]}")
+    return json_module.loads(done.stdout) if done.stdout.strip() else {}
+
+
+def print_report(report: Mapping[str, Any]) -> None:
+    """A step's report as tables."""
+    if report.get("samples"):
+        columns = ("turn", "version", "reward", "advantage", "prompt_tokens", "trained_tokens", "contexts")
+        rows = [[", ".join(s[c]) if c == "contexts" else s[c] for c in columns] for s in report["samples"]]
+        print_table("batch", columns, rows)
+    metrics = report.get("metrics", report)
+    epochs = list(metrics.get("epochs") or [])
+    if report.get("after"):
+        epochs.append({**report["after"], "epoch": "after"})
+    if epochs:
+        names = [n for n in epochs[0] if n != "seconds"]
+        print_table("loss terms by epoch", names, [[e.get(n) for n in names] for e in epochs])
+    checks = (report.get("gate") or {}).get("checks", ())
+    print_table(
+        "gate",
+        ("check", "value", "limit", "passed"),
+        [[c["name"], c["value"], c["limit"], c["passed"]] for c in checks],
+    )
+    facts = {n: metrics.get(n) for n in ("update_norm", "weight_norm", "kl_to_base", "trained_tokens", "lr")}
+    facts |= {n: report[n] for n in ("step", "version", "status", "release", "seconds") if n in report}
+    print_table("what would change" if "samples" in report else "release", ("what", "value"), facts.items())
+
+
+def print_to_stderr(line: str) -> None:
+    typer.echo(line, err=True)

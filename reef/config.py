@@ -1,0 +1,234 @@
+"""serve.yaml: every setting of the service, with its default and its meaning.
+
+Precedence, lowest first: defaults here, the YAML file, `REEF_SECTION__KEY` in the environment,
+`--section.key value` on the command line. Unknown keys are refused with the nearest valid name.
+The `recipe` section is checked by the recipe itself, since Reef knows no learning method.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from reef.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A section of serve.yaml: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Key(Section):
+    """One API key."""
+
+    key: str = Field(description="the secret itself")
+    name: str = Field(description="client name: scope of session matching")
+    role: Literal["infer", "admin"] = Field("infer", description="admin may promote, roll back and forget")
+    scenario: str | None = Field(None, description="the only scenario this key may use")
+
+
+class ServerConfig(Section):
+    host: str = Field("127.0.0.1", description="address to bind; without keys only loopback is allowed")
+    port: int = Field(8800, ge=0, le=65535, description="port to bind; 0 picks a free one")
+    keys: tuple[Key, ...] = Field((), description="API keys; none means loopback without authentication")
+    models: Literal["any", "strict"] = Field(
+        "any", description="any: every model name means the scenario's policy; strict: unknown names get a 404"
+    )
+    max_body_mb: float = Field(32.0, gt=0, description="largest request body, MiB; larger ones get a 413")
+    connect_timeout_s: float = Field(10.0, gt=0, description="time to connect to the engine")
+    idle_timeout_s: float = Field(300.0, gt=0, description="longest silence of the engine within an answer")
+
+
+class StoreConfig(Section):
+    dir: Path = Field(Path("reef-data"), description="folder of everything Reef keeps: databases, steps, releases")
+    log: str | None = Field(None, description="URL of the log database; default: sqlite in store.dir")
+    learn: str | None = Field(None, description="URL of the learn database; default: sqlite in store.dir")
+    durability: Literal["process", "power"] = Field(
+        "process", description="process: an answer survives any kill -9; power: fsync before the answer ends"
+    )
+    queue: int = Field(1024, gt=0, description="records waiting for the writer before new requests wait too")
+
+    @property
+    def log_url(self) -> str:
+        return self.log or f"sqlite:///{self.dir / 'log.db'}"
+
+    @property
+    def learn_url(self) -> str:
+        return self.learn or f"sqlite:///{self.dir / 'learn.db'}"
+
+
+class EngineConfig(Section):
+    kind: Literal["embedded", "vllm", "sglang", "openai"] = Field(
+        "embedded",
+        description="embedded: started by `reef serve` on this CPU; others: an engine that runs at engine.url",
+    )
+    url: str | None = Field(None, description="base URL of the engine, without /v1 (for embedded: picked by itself)")
+    key: str | None = Field(None, description="API key of the engine")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="embedded: auto takes bfloat16 only where the CPU multiplies it natively"
+    )
+    threads: int = Field(1, ge=1, description="embedded: torch threads; more than one hurts when others compute too")
+    max_batch: int = Field(16, ge=1, description="embedded: requests decoded together")
+    max_context: int = Field(2048, ge=64, description="embedded: longest prompt plus reply, tokens")
+    top_logprobs: int = Field(16, ge=0, le=20, description="top-K recorded with every token")
+
+
+class PolicyConfig(Section):
+    model: str = Field("default", description="model folder or hub name; default is SmolLM2-135M-Instruct")
+    scenario: str = Field("default", description="scenario of requests that name none")
+    sampling: Literal["client", "train"] = Field(
+        "client",
+        description="client: as the client asks; train: Reef imposes policy.temperature and no truncation",
+    )
+    temperature: float = Field(0.7, gt=0, description="temperature where the client names none, or always with train")
+
+
+class SessionsConfig(Section):
+    side_models: tuple[str, ...] = Field((), description="model names whose calls are side calls")
+    tentative_s: float = Field(60.0, ge=0, description="how long a tentative binding waits for the conversation")
+
+
+class PrmConfig(Section):
+    backend: Literal["embedded", "openai"] = Field(
+        "embedded", description="embedded: on this CPU; openai: any OpenAI-compatible endpoint at prm.url"
+    )
+    url: str | None = Field(None, description="base URL of the judge, with /v1")
+    model: str | None = Field(None, description="model name to ask for")
+    key: str | None = Field(None, description="its API key")
+
+
+class TrainConfig(Section):
+    enabled: bool = Field(True, description="false: record, match and judge, but never change weights")
+    lr: float = Field(6e-4, gt=0, description="AdamW learning rate of the adapter")
+    epochs: int = Field(2, ge=1, description="passes over a batch with old policy and teacher fixed")
+    rank: int = Field(16, ge=1, description="LoRA rank")
+    alpha: int = Field(32, ge=1, description="LoRA alpha")
+    seed: int = Field(0, description="seed of the adapter's initial values")
+    threads: int = Field(1, ge=1, description="torch threads of the trainer")
+    max_attempts: int = Field(3, ge=1, description="times a failing step is tried before its turns are let go")
+
+
+class GateConfig(Section):
+    enabled: bool = Field(True, description="false: serve every candidate (for experiments)")
+    max_kl: float = Field(0.1, gt=0, description="KL to the base on replayed prompts, nat/token")
+
+
+class ObserveConfig(Section):
+    judged_share_alarm: float = Field(
+        0.5, ge=0, le=1, description="alarm when fewer of the finished turns than this reach the judge"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="level of the service's log")
+
+
+class Config(Section):
+    """The whole of serve.yaml."""
+
+    server: ServerConfig = ServerConfig()
+    store: StoreConfig = StoreConfig()
+    engine: EngineConfig = EngineConfig()
+    policy: PolicyConfig = PolicyConfig()
+    sessions: SessionsConfig = SessionsConfig()
+    prm: PrmConfig = PrmConfig()
+    recipe: dict[str, Any] = Field(
+        default_factory=dict,
+        description="name: entry point or module:Class of the method (default openclawrl); the rest is its settings",
+    )
+    train: TrainConfig = TrainConfig()
+    gate: GateConfig = GateConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def recipe_name(self) -> str:
+        return str(self.recipe.get("name", "openclawrl"))
+
+    @property
+    def recipe_settings(self) -> dict[str, Any]:
+        return {key: value for key, value in self.recipe.items() if key != "name"}
+
+
+def load_config(
+    path: Path | None = None,
+    overrides: Sequence[tuple[str, str]] = (),
+    environ: Mapping[str, str] = os.environ,
+) -> Config:
+    """Read serve.yaml and lay environment and command line over it. Raises ConfigError."""
+    data = _read(path) if path else {}
+    for name, value in sorted(environ.items()):
+        if name.startswith("REEF_") and "__" in name:
+            _put(data, name.removeprefix("REEF_").lower().split("__"), value)
+    for dotted, value in overrides:
+        _put(data, dotted.split("."), value)
+    try:
+        config = Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(explain(error, Config, str(path) if path else "configuration")) from None
+    _check_loopback(config.server)
+    return config
+
+
+def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
+    """A validation error as lines a person can act on, unknown keys with the nearest valid name."""
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(p) for p in item["loc"])
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{where}: unknown key '{key}'{_nearest(item['loc'], model)}")
+        else:
+            lines.append(f"{where}: {key}: {item['msg']}")
+    return "\n".join(lines)
+
+
+def _nearest(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    current: Any = model
+    for part in loc[:-1]:
+        annotation = current.model_fields[part].annotation if part in current.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return ""
+        current = annotation
+    fields = list(current.model_fields)
+    match = difflib.get_close_matches(str(loc[-1]), fields, n=1, cutoff=0.5)
+    prefix = ".".join(str(p) for p in loc[:-1])
+    if match:
+        return f"; did you mean '{prefix + '.' if prefix else ''}{match[0]}'?"
+    return f"; valid keys: {', '.join(sorted(fields))}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected sections, found {type(data).__name__}")
+    return data
+
+
+def _put(data: dict[str, Any], keys: Sequence[str], value: str) -> None:
+    node = data
+    for key in keys[:-1]:
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"'{'.'.join(keys)}': '{key}' is not a section")
+        node = child
+    try:
+        node[keys[-1]] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        node[keys[-1]] = value
+
+
+def _check_loopback(server: ServerConfig) -> None:
+    if not server.keys and server.host not in ("127.0.0.1", "localhost", "::1"):
+        raise ConfigError(
+            f"server.host {server.host} is reachable from other machines: set server.keys, or bind 127.0.0.1"
+        )

@@ -1,0 +1,56 @@
+"""The gateway process: `python -m reef.gateway CONFIG.json`, as `reef serve` starts it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+
+from reef.config import Config
+from reef.engine.base import EngineClient, Timeouts
+from reef.gateway.app import Services, build_app
+from reef.gateway.proxy import Proxy
+from reef.observe.views import Views
+from reef.releases.publish import Publisher
+from reef.service import read_run_config
+from reef.store.database import open_database
+from reef.store.log import LogReader, LogWriter
+from reef.store.migrations import LEARN, LOG
+
+
+def gateway_app(config: Config) -> Starlette:
+    """The application with its real parts. Raises StoreError."""
+    log = open_database(config.store.log_url, LOG, durability=config.store.durability)
+    learn = open_database(config.store.learn_url, LEARN)
+    assert config.engine.url is not None
+    engine = EngineClient(
+        config.engine.url,
+        key=config.engine.key,
+        timeouts=Timeouts(config.server.connect_timeout_s, config.server.idle_timeout_s),
+    )
+    writer = LogWriter(log, capacity=config.store.queue)
+    publisher = Publisher(engine, config.store.dir / "releases", writer.serving, LogReader(log).served())
+    proxy = Proxy(config, engine, publisher, writer)
+    return build_app(Services(config, engine, publisher, writer, proxy, Views(log, learn)))
+
+
+def main() -> None:
+    config, _ = read_run_config(Path(sys.argv[1]))
+    logging.basicConfig(
+        level=config.observe.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    uvicorn.run(
+        gateway_app(config),
+        host=config.server.host,
+        port=config.server.port,
+        log_level="warning",
+        timeout_graceful_shutdown=10,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The learner process: `python -m reef.learner CONFIG.json`, as `reef serve` starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from reef.config import Config, explain
+from reef.errors import ConfigError
+from reef.learner.judging import Judging
+from reef.learner.loop import GatewayAdmin, Learner
+from reef.learner.observer import Observer
+from reef.learner.steps import Steps, StepSettings
+from reef.learner.turns import Turns
+from reef.recipe import Recipe, RecipeTools, load
+from reef.service import read_run_config
+from reef.sessions.matcher import Matcher
+from reef.store.database import open_database
+from reef.store.learn import LearnStore
+from reef.store.log import LogReader
+from reef.store.migrations import LEARN, LOG
+
+
+def make_recipe(config: Config, model_dir: Path) -> Recipe:
+    """The configured recipe with its tools. Raises ConfigError or RecipeError."""
+    from reef.model import ModelTokenizer
+
+    tools = RecipeTools(ModelTokenizer(model_dir), str(model_dir), config.prm)
+    found = load(config.recipe_name)
+    return found(recipe_config(config), tools)
+
+
+def recipe_config(config: Config) -> Any:
+    """The `recipe` section, checked by the recipe's own model. Raises ConfigError."""
+    model = load(config.recipe_name).Config
+    try:
+        return model.model_validate(config.recipe_settings)
+    except ValidationError as error:
+        raise ConfigError(explain(error, model, "recipe")) from None
+
+
+def step_settings(config: Config, recipe: Recipe) -> StepSettings:
+    return StepSettings(
+        batch_size=recipe.config.batch_size,
+        max_staleness=recipe.config.max_staleness,
+        lr=config.train.lr,
+        epochs=config.train.epochs,
+        seed=config.train.seed,
+        max_attempts=config.train.max_attempts,
+    )
+
+
+def make_learner(config: Config, recipe: Recipe, gateway: GatewayAdmin | None) -> Learner:
+    """A learner on the configured store. Raises StoreError."""
+    log = LogReader(open_database(config.store.log_url, LOG))
+    learn = LearnStore(open_database(config.store.learn_url, LEARN))
+    turns = Turns(log, learn)
+    observer = Observer(
+        log,
+        learn,
+        Matcher(side_models=config.sessions.side_models),
+        session_ttl_s=recipe.config.session_ttl_s,
+    )
+    judging = Judging(learn, turns, recipe, concurrency=getattr(recipe.config, "prm_concurrency", 8))
+    steps = None
+    if config.train.enabled:
+        folder = config.store.dir / "steps"
+        steps = Steps(log, learn, turns, recipe, folder, step_settings(config, recipe))
+    return Learner(log, learn, observer, judging, steps, gateway)
+
+
+async def _run(config: Config, model_dir: Path) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    admin = next((k.key for k in config.server.keys if k.role == "admin"), None)
+    host = config.server.host if config.server.host not in ("0.0.0.0", "::", "localhost") else "127.0.0.1"
+    gateway = GatewayAdmin(f"http://{host}:{config.server.port}", admin)
+    learner = make_learner(config, make_recipe(config, model_dir), gateway)
+    await learner.run(stop)
+
+
+def main() -> None:
+    config, model_dir = read_run_config(Path(sys.argv[1]))
+    logging.basicConfig(
+        level=config.observe.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    asyncio.run(_run(config, model_dir))
+
+
+if __name__ == "__main__":
+    main()

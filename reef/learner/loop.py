@@ -1,0 +1,113 @@
+"""The learner: log -> bindings -> verdicts -> steps -> releases, one process, one loop.
+
+Each part keeps a durable state of its own, so the order here only decides how soon things happen, and
+the process may die anywhere. Knows the gateway as one URL that switches versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+
+import httpx
+
+from reef.learner.judging import Judging
+from reef.learner.observer import Observer
+from reef.learner.steps import Steps
+from reef.store.learn import LearnStore
+from reef.store.log import LogReader
+
+log = logging.getLogger("reef.learner")
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayAdmin:
+    """Where and as whom versions are switched."""
+
+    url: str
+    key: str | None = None
+
+
+class Learner:
+    def __init__(
+        self,
+        log_reader: LogReader,
+        learn: LearnStore,
+        observer: Observer,
+        judging: Judging,
+        steps: Steps | None,
+        gateway: GatewayAdmin | None,
+    ) -> None:
+        self._log = log_reader
+        self._learn = learn
+        self._observer = observer
+        self._judging = judging
+        self._steps = steps
+        self._gateway = gateway
+        self._publish_after = 0.0
+
+    async def run(self, stop: asyncio.Event, *, tick_s: float = 0.1) -> None:
+        """Work until `stop` is set. Trouble in one part is logged and tried again; the others go on."""
+        headers = {"x-reef-by": "learner"}
+        if self._gateway and self._gateway.key:
+            headers["authorization"] = f"Bearer {self._gateway.key}"
+        async with httpx.AsyncClient(headers=headers, timeout=60) as http:
+            while not stop.is_set():
+                busy = 0
+                for part in (self._observe, self._judge, self._train, lambda: self._publish(http)):
+                    try:
+                        busy += await part()
+                    except Exception:
+                        log.exception("%s failed; it is tried again", getattr(part, "__name__", "publishing"))
+                        await asyncio.sleep(1.0)
+                if not busy:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(stop.wait(), tick_s)
+        await self._judging.close()
+
+    async def _observe(self) -> int:
+        rows = await asyncio.to_thread(self._observer.step)
+        await asyncio.to_thread(self._observer.expire)
+        return rows
+
+    async def _judge(self) -> int:
+        self._judging.step()
+        return 0
+
+    async def _train(self) -> int:
+        if self._steps is None:
+            return 0
+        ended = await asyncio.to_thread(self._steps.collect)
+        return ended + len(await asyncio.to_thread(self._steps.form))
+
+    async def _publish(self, http: httpx.AsyncClient) -> int:
+        """Have the gateway serve new releases, unless an operator has chosen another version since."""
+        if self._gateway is None or time.monotonic() < self._publish_after:
+            return 0
+        served = self._log.served()
+        done = 0
+        for row in self._learn.unpublished():
+            if served.get(row.scenario, 0) == row.version:
+                with self._learn.begin() as c:
+                    self._learn.published(c, row.scenario, row.version)
+                continue
+            if served.get(row.scenario, 0) != row.parent:
+                with self._learn.begin() as c:
+                    self._learn.hold(c, row.scenario, row.version)
+                log.warning("version %d of %s is held: another version was chosen", row.version, row.scenario)
+                continue
+            url = f"{self._gateway.url}/reef/releases/{row.version}/serve"
+            try:
+                response = await http.post(url, headers={"x-reef-scenario": row.scenario})
+                response.raise_for_status()
+            except httpx.HTTPError as error:
+                log.warning("version %d of %s is not served yet: %s", row.version, row.scenario, error)
+                self._publish_after = time.monotonic() + 2.0
+                return done
+            with self._learn.begin() as c:
+                self._learn.published(c, row.scenario, row.version)
+            done += 1
+        return done

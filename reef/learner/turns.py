@@ -1,0 +1,78 @@
+"""Putting a turn together from its records, for a recipe to judge and to sample.
+
+Reads both databases, writes none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reef.recipe import JudgedTurn, NextState, Turn, Verdict
+from reef.store.learn import LearnStore
+from reef.store.log import LogReader
+from reef.wire.chat import finish_reason, messages_of, reply_of
+from reef.wire.exchange import Message, conversation
+
+
+class Turns:
+    def __init__(self, log: LogReader, learn: LearnStore) -> None:
+        self._log = log
+        self._learn = learn
+
+    def build(self, id: str) -> Turn | None:
+        """The turn whose reply is exchange `id`; None if its record is gone."""
+        exchange = self._log.get(id)
+        row = self._learn.turn(id)
+        if exchange is None or row is None:
+            return None
+        binding = self._learn.binding(id)
+        return Turn(
+            id=id,
+            scenario=exchange.scenario,
+            session=row.session,
+            messages=messages_of(exchange.request),
+            reply=reply_of(exchange.response) or Message("assistant", ""),
+            next=NextState(binding.role, binding.next_state) if binding else None,
+            sampled=exchange.sampled,
+            finish_reason=finish_reason(exchange.response),
+            tools=bool(exchange.request.get("tools")),
+            earlier=tuple(self._learn.ancestors(id)),
+            reports=self._learn.reports_on(id),
+        )
+
+    def judged(self, id: str) -> JudgedTurn | None:
+        """The turn with the newest verdict on it."""
+        row = self._learn.verdict_on(id)
+        turn = self.build(id)
+        return JudgedTurn(turn, charge_as_verdict(row)) if row is not None and turn is not None else None
+
+    def accepted(self, scenario: str, limit: int = 16) -> list[JudgedTurn]:
+        """The scenario's newest accepted turns, oldest first."""
+        out = []
+        for row in self._learn.accepted(scenario, limit):
+            turn = self.build(row.charged)
+            if turn is not None:
+                out.append(JudgedTurn(turn, charge_as_verdict(row)))
+        return out
+
+
+def charge_as_verdict(row: Any) -> Verdict:
+    """A stored verdict as it falls on the turn it charges."""
+    body = dict(row.body)
+    body["charges"] = tuple((int(i), int(v)) for i, v in body.get("charges", ()))
+    body["votes"] = tuple(body.get("votes", ()))
+    body["verdict"] = row.verdict
+    return Verdict(**body)
+
+
+def charged_turns(turn: Turn, verdict: Verdict) -> list[tuple[str, int]]:
+    """(receipt, verdict) for each charge. Replies that were not served here are left out.
+
+    The history's last assistant message is the turn itself; the ones before it are its ancestors,
+    nearest last.
+    """
+    history = conversation([*turn.messages, turn.reply])
+    replies = [i for i, message in enumerate(history) if message["role"] == "assistant"]
+    ids = [*turn.earlier, turn.id]
+    named = dict(zip(reversed(replies), reversed(ids), strict=False))
+    return [(named[index], value) for index, value in verdict.charges if index in named]

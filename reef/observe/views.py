@@ -1,0 +1,136 @@
+"""What people and dashboards may read: status, funnel, sessions, turns, releases.
+
+Reads both databases, writes neither. Invariant: the funnel's fates, together with the exchanges the
+learner has not read yet, add up to the number of exchanges in the log.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from sqlalchemy import Engine, func, select
+
+from reef.errors import NotFound
+from reef.sessions.fate import NOT_A_TURN, REACHED_JUDGE, WAITING, Fate
+from reef.store.log import LogReader
+from reef.store.schema import bindings, fates, releases, steps, turns, verdicts
+from reef.wire.chat import messages_of, reply_of
+
+
+class Views:
+    def __init__(self, log: Engine, learn: Engine) -> None:
+        self._learn = learn
+        self._reader = LogReader(log)
+
+    def funnel(self) -> dict[str, Any]:
+        """Counts of fates over all exchanges, and the share of finished turns that were judged."""
+        with self._learn.connect() as c:
+            rows = c.execute(select(turns.c.fate, func.count()).group_by(turns.c.fate))
+            counts = Counter({row[0]: row[1] for row in rows})
+        total = self._reader.count()
+        finished = sum(n for f, n in counts.items() if Fate(f) not in WAITING | NOT_A_TURN | {Fate.OPTED_OUT})
+        queued = counts[Fate.QUEUED.value]
+        judged = sum(n for f, n in counts.items() if Fate(f) in REACHED_JUDGE)
+        return {
+            "exchanges": total,
+            "unread": total - counts.total(),
+            "fates": {fate.value: counts[fate.value] for fate in Fate if counts[fate.value]},
+            "judged": judged,
+            "trained": counts[Fate.TRAINED.value],
+            "finished": finished + queued + counts[Fate.JUDGED.value],
+            "judged_share": judged / max(1, finished + queued + counts[Fate.JUDGED.value]),
+        }
+
+    def status(self) -> dict[str, Any]:
+        """The state of the loop in a few numbers."""
+        funnel = self.funnel()
+        with self._learn.connect() as c:
+            running = c.execute(select(func.count()).select_from(steps).where(steps.c.status == "running")).scalar_one()
+            newest = c.execute(select(releases.c.scenario, func.max(releases.c.version)).group_by(releases.c.scenario))
+            versions = {row[0]: row[1] for row in newest}
+            seconds = c.execute(select(func.sum(verdicts.c.seconds))).scalar() or 0.0
+        return {
+            "exchanges": funnel["exchanges"],
+            "unread": funnel["unread"],
+            "judged": funnel["judged"],
+            "trained": funnel["trained"],
+            "queued": funnel["fates"].get(Fate.QUEUED.value, 0),
+            "waiting_for_batch": funnel["fates"].get(Fate.JUDGED.value, 0),
+            "steps_running": running,
+            "releases": versions,
+            "judge_seconds": seconds,
+        }
+
+    def sessions(self, limit: int = 200) -> list[dict[str, Any]]:
+        """The newest sessions with their turns by fate."""
+        with self._learn.connect() as c:
+            newest = func.max(turns.c.seq)
+            rows = c.execute(
+                select(turns.c.session, func.count(), func.min(turns.c.time), func.max(turns.c.time))
+                .group_by(turns.c.session)
+                .order_by(newest.desc())
+                .limit(limit)
+            ).all()
+            out = []
+            for session, count, first, last in rows:
+                per = c.execute(
+                    select(turns.c.fate, func.count()).where(turns.c.session == session).group_by(turns.c.fate)
+                )
+                fate_counts = {row[0]: row[1] for row in per}
+                out.append({"session": session, "exchanges": count, "first": first, "last": last, "fates": fate_counts})
+        return out
+
+    def session(self, id: str) -> dict[str, Any]:
+        """One session's exchanges in order. Raises NotFound."""
+        with self._learn.connect() as c:
+            rows = c.execute(select(turns).where(turns.c.session == id).order_by(turns.c.seq)).all()
+        if not rows:
+            raise NotFound(f"no session {id}")
+        return {"session": id, "turns": [dict(r._mapping) for r in rows]}
+
+    def turn(self, receipt: str) -> dict[str, Any]:
+        """Everything known of one exchange: words, tokens, matching, verdicts, fates. Raises NotFound."""
+        exchange = self._reader.get(receipt)
+        if exchange is None:
+            raise NotFound(f"no exchange {receipt}")
+        with self._learn.connect() as c:
+            row = c.execute(select(turns).where(turns.c.id == receipt)).first()
+            history = c.execute(select(fates).where(fates.c.turn == receipt).order_by(fates.c.seq)).all()
+            bound = c.execute(select(bindings).where(bindings.c.turn == receipt).order_by(bindings.c.seq)).all()
+            said = c.execute(
+                select(verdicts)
+                .where((verdicts.c.turn == receipt) | (verdicts.c.charged == receipt))
+                .order_by(verdicts.c.seq)
+            ).all()
+        reply = reply_of(exchange.response)
+        sampled = exchange.sampled
+        return {
+            "receipt": receipt,
+            "time": exchange.time,
+            "scenario": exchange.scenario,
+            "client": exchange.client,
+            "status": exchange.status,
+            "delivered": exchange.delivered.value,
+            "messages": [{"role": m.role, "content": m.content} for m in messages_of(exchange.request)],
+            "reply": reply.content if reply else None,
+            "sampled": {
+                "prompt_tokens": len(sampled.prompt_ids),
+                "tokens": len(sampled.token_ids),
+                "mean_logprob": sum(sampled.logprobs) / len(sampled.logprobs),
+                "version": sampled.version,
+                "tau": sampled.sampling.tau,
+            }
+            if sampled and sampled.logprobs
+            else None,
+            "matching": dict(row._mapping) if row else None,
+            "next_states": [dict(b._mapping) for b in bound],
+            "verdicts": [dict(v._mapping) for v in said],
+            "fates": [dict(f._mapping) for f in history],
+        }
+
+    def releases(self) -> list[dict[str, Any]]:
+        """Every release, oldest first."""
+        with self._learn.connect() as c:
+            rows = c.execute(select(releases).order_by(releases.c.scenario, releases.c.version))
+            return [dict(r._mapping) for r in rows]

@@ -1,0 +1,128 @@
+"""Which version each scenario is served at, and switching it without a failed request.
+
+Invariant: load first, switch after, unload when the last request of the old version has ended. A
+version is pinned to a request by `lease` before it is sent, so an exchange has exactly one. The
+switch is recorded in the log before it takes effect. Knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from reef.engine.base import EngineClient
+from reef.errors import NotFound, UpstreamError
+from reef.releases.chain import adapter_name, read_release, version_folder
+
+log = logging.getLogger("reef.publish")
+KEEP_LOADED = 2
+"""older versions of a scenario kept in the engine, so that a rollback is instant"""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A request's hold on the version that answers it."""
+
+    scenario: str
+    version: int
+    model: str
+    """name to ask the engine for"""
+
+
+class Publisher:
+    """The versions being served. One per gateway process."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        releases: Path,
+        record: Callable[[str, int, str], Awaitable[None]],
+        served: dict[str, int],
+    ) -> None:
+        self._engine = engine
+        self._releases = releases
+        self._record = record
+        self._served = dict(served)
+        self._in_flight: Counter[str] = Counter()
+        self._loaded: dict[str, tuple[str, int]] = {}
+        self._base: str | None = None
+        self._lock = asyncio.Lock()
+
+    def version(self, scenario: str) -> int:
+        return self._served.get(scenario, 0)
+
+    @property
+    def served(self) -> dict[str, int]:
+        return dict(self._served)
+
+    async def base_model(self) -> str:
+        if self._base is None:
+            self._base = await self._engine.base_model()
+        return self._base
+
+    @asynccontextmanager
+    async def lease(self, scenario: str) -> AsyncIterator[Lease]:
+        """Hold the scenario's current version for one request."""
+        version = self.version(scenario)
+        name = await self.base_model()
+        if version:
+            name = adapter_name(scenario, version)
+            if name not in self._loaded:
+                async with self._lock:
+                    await self._load(scenario, version)
+        self._in_flight[name] += 1
+        try:
+            yield Lease(scenario, version, name)
+        finally:
+            self._in_flight[name] -= 1
+            if not self._in_flight[name]:
+                del self._in_flight[name]
+
+    async def serve(self, scenario: str, version: int, by: str) -> None:
+        """Serve `version` from the next request on. Raises NotFound for a version that is not there
+        or was rejected, UpstreamError if the engine can't load it (nothing is switched then)."""
+        async with self._lock:
+            if version:
+                await self._load(scenario, version)
+            await self._record(scenario, version, by)
+            self._served[scenario] = version
+        log.info("%s is served at version %d (by %s)", scenario, version, by)
+        await self._unload_idle(scenario)
+
+    def forget_loaded(self) -> None:
+        """The engine has restarted: nothing is loaded there any more."""
+        self._loaded.clear()
+        self._base = None
+
+    def is_loaded(self, name: str) -> bool:
+        return name in self._loaded
+
+    async def _load(self, scenario: str, version: int) -> None:
+        name = adapter_name(scenario, version)
+        if name in self._loaded:
+            return
+        folder = version_folder(self._releases, scenario, version)
+        if not folder.is_dir():
+            raise NotFound(f"{scenario} has no version {version}")
+        if read_release(folder).status == "rejected":
+            raise NotFound(f"version {version} of {scenario} was rejected by its gate and can't be served")
+        await self._engine.load_adapter(name, str(folder.resolve()))
+        self._loaded[name] = (scenario, version)
+
+    async def _unload_idle(self, scenario: str) -> None:
+        mine = sorted(v for s, v in self._loaded.values() if s == scenario)
+        current = self.version(scenario)
+        for version in [v for v in mine if v != current][:-KEEP_LOADED]:
+            name = adapter_name(scenario, version)
+            if self._in_flight[name]:
+                continue  # taken up again at the next switch
+            self._loaded.pop(name, None)
+            try:
+                await self._engine.unload_adapter(name)
+            except UpstreamError as error:
+                log.warning("could not unload %s: %s", name, error)

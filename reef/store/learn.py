@@ -1,0 +1,252 @@
+"""The learn database: sessions, bindings, verdicts, steps, releases and the history of every fate.
+
+Written by the learner only. Invariant: the cursor into the log commits together with the rows derived
+from it, and a turn's fate is the newest row of its history; `trained` is final. Methods that write take
+the connection of a transaction that the caller opens with `begin`, so that what belongs together commits
+together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Engine, Row, func, insert, select, update
+from sqlalchemy.dialects.postgresql import insert as pg_insert
+from sqlalchemy.dialects.sqlite import insert as sqlite_insert
+
+from reef.recipe import Report, Verdict
+from reef.sessions.fate import Fate
+from reef.sessions.matcher import Decision
+from reef.store.schema import bindings, cursors, fates, releases, steps, turn_reports, turns, verdicts
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """A stored training job."""
+
+    id: str
+    scenario: str
+    version: int
+    parent: int
+    turns: tuple[str, ...]
+    status: str
+    attempts: int
+    carried: Mapping[str, Any]
+
+
+class LearnStore:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @contextmanager
+    def begin(self) -> Iterator[Connection]:
+        with self._engine.begin() as connection:
+            yield connection
+
+    # reading
+
+    def cursor(self, name: str) -> int:
+        with self._engine.connect() as c:
+            return c.execute(select(cursors.c.seq).where(cursors.c.name == name)).scalar() or 0
+
+    def fate(self, turn: str) -> Fate | None:
+        with self._engine.connect() as c:
+            value = c.execute(select(turns.c.fate).where(turns.c.id == turn)).scalar()
+        return Fate(value) if value else None
+
+    def fate_in(self, c: Connection, turn: str) -> Fate | None:
+        """The fate as the open transaction sees it."""
+        value = c.execute(select(turns.c.fate).where(turns.c.id == turn)).scalar()
+        return Fate(value) if value else None
+
+    def reports_on(self, turn: str) -> tuple[Report, ...]:
+        with self._engine.connect() as c:
+            rows = c.execute(select(turn_reports).where(turn_reports.c.turn == turn))
+            return tuple(Report(r.report, r.score, r.feedback) for r in rows)
+
+    def with_fate(self, fate: Fate, limit: int = 1000) -> list[Row[Any]]:
+        """Turns of a fate, in log order."""
+        with self._engine.connect() as c:
+            return list(c.execute(select(turns).where(turns.c.fate == fate.value).order_by(turns.c.seq).limit(limit)))
+
+    def turn(self, id: str) -> Row[Any] | None:
+        with self._engine.connect() as c:
+            return c.execute(select(turns).where(turns.c.id == id)).first()
+
+    def binding(self, turn: str) -> Row[Any] | None:
+        """The newest binding of a turn."""
+        with self._engine.connect() as c:
+            query = select(bindings).where(bindings.c.turn == turn).order_by(bindings.c.seq.desc()).limit(1)
+            return c.execute(query).first()
+
+    def verdict_on(self, turn: str) -> Row[Any] | None:
+        """The newest verdict that charges a turn."""
+        with self._engine.connect() as c:
+            query = select(verdicts).where(verdicts.c.charged == turn).order_by(verdicts.c.seq.desc()).limit(1)
+            return c.execute(query).first()
+
+    def accepted(self, scenario: str, limit: int) -> list[Row[Any]]:
+        """The newest accepted turns of a scenario, oldest first, with their verdicts."""
+        with self._engine.connect() as c:
+            query = (
+                select(verdicts)
+                .join(turns, turns.c.id == verdicts.c.charged)
+                .where(turns.c.scenario == scenario, verdicts.c.verdict == 1)
+                .order_by(verdicts.c.seq.desc())
+                .limit(limit)
+            )
+            return list(reversed(list(c.execute(query))))
+
+    def ancestors(self, turn: str, limit: int = 8) -> list[str]:
+        """Earlier turns of the conversation along the bindings, oldest first."""
+        out: list[str] = []
+        with self._engine.connect() as c:
+            current: str | None = turn
+            while current and len(out) < limit:
+                current = c.execute(select(turns.c.binds).where(turns.c.id == current)).scalar()
+                if current:
+                    out.append(current)
+        return out[::-1]
+
+    def running_steps(self) -> list[StepRow]:
+        with self._engine.connect() as c:
+            return [_step(r) for r in c.execute(select(steps).where(steps.c.status == "running"))]
+
+    def last_carried(self, scenario: str) -> Mapping[str, Any]:
+        """What the recipe carried out of the newest step that ended well."""
+        with self._engine.connect() as c:
+            query = (
+                select(steps.c.carried)
+                .where(steps.c.scenario == scenario, steps.c.status.in_(("released", "rejected")))
+                .order_by(steps.c.version.desc())
+                .limit(1)
+            )
+            return c.execute(query).scalar() or {}
+
+    def newest_version(self, scenario: str) -> int:
+        """The highest version any step of a scenario has claimed."""
+        with self._engine.connect() as c:
+            return c.execute(select(func.max(steps.c.version)).where(steps.c.scenario == scenario)).scalar() or 0
+
+    def unpublished(self) -> list[Row[Any]]:
+        with self._engine.connect() as c:
+            query = select(releases).where(releases.c.status == "released", releases.c.published.is_(None))
+            return list(c.execute(query.order_by(releases.c.version)))
+
+    # writing, inside a transaction of the caller
+
+    def advance(self, c: Connection, name: str, seq: int) -> None:
+        kind = pg_insert if c.dialect.name == "postgresql" else sqlite_insert
+        statement = kind(cursors).values(name=name, seq=seq)
+        c.execute(statement.on_conflict_do_update(index_elements=["name"], set_={"seq": seq}))
+
+    def add_turn(
+        self, c: Connection, decision: Decision, *, seq: int, time: float, scenario: str, version: int | None
+    ) -> None:
+        c.execute(
+            insert(turns).values(
+                id=decision.id,
+                seq=seq,
+                time=time,
+                scenario=scenario,
+                session=decision.session,
+                turn_type=decision.turn_type,
+                binds=decision.binds,
+                method=decision.method,
+                score=decision.score,
+                reason=decision.reason,
+                fate=decision.fate.value,
+                version=version,
+            )
+        )
+        self.set_fate(c, decision.id, decision.fate, decision.rule, decision.fate_reason, at=time)
+
+    def bind(self, c: Connection, turn: str, child: str, role: str, text: str, at: float) -> None:
+        c.execute(insert(bindings).values(turn=turn, child=child, role=role, next_state=text, firm=True, time=at))
+
+    def set_fate(
+        self,
+        c: Connection,
+        turn: str,
+        fate: Fate,
+        rule: str,
+        reason: str,
+        *,
+        at: float | None = None,
+        version: int | None = None,
+    ) -> None:
+        """Append to a turn's history. A trained turn keeps its fate, whatever comes later."""
+        if self.fate_in(c, turn) is Fate.TRAINED:
+            return
+        row = {"turn": turn, "fate": fate.value, "rule": rule, "reason": reason, "version": version}
+        c.execute(insert(fates).values(**row, time=time.time() if at is None else at))
+        c.execute(update(turns).where(turns.c.id == turn).values(fate=fate.value))
+
+    def add_verdict(
+        self, c: Connection, turn: str, binding: int | None, charged: str | None, value: int, verdict: Verdict
+    ) -> None:
+        c.execute(
+            insert(verdicts).values(
+                turn=turn,
+                binding=binding,
+                charged=charged,
+                verdict=value,
+                body=asdict(verdict),
+                judge=verdict.judge,
+                seconds=verdict.seconds,
+                time=time.time(),
+            )
+        )
+
+    def add_report(self, c: Connection, turn: str, report: Report) -> None:
+        c.execute(
+            insert(turn_reports).values(report=report.id, turn=turn, score=report.score, feedback=report.feedback)
+        )
+
+    def add_step(self, c: Connection, step: StepRow) -> None:
+        c.execute(
+            insert(steps).values(
+                id=step.id,
+                scenario=step.scenario,
+                version=step.version,
+                parent=step.parent,
+                turns=list(step.turns),
+                status="running",
+                attempts=1,
+                carried=dict(step.carried),
+                reason="",
+                created=time.time(),
+            )
+        )
+
+    def retry_step(self, c: Connection, step: str) -> None:
+        c.execute(update(steps).where(steps.c.id == step).values(attempts=steps.c.attempts + 1))
+
+    def end_step(self, c: Connection, step: str, status: str, reason: str = "") -> None:
+        c.execute(update(steps).where(steps.c.id == step).values(status=status, reason=reason, ended=time.time()))
+
+    def add_release(self, c: Connection, values: Mapping[str, Any]) -> None:
+        c.execute(insert(releases).values(**values, time=time.time()))
+
+    def hold(self, c: Connection, scenario: str, version: int) -> None:
+        """A good release that is not served by itself, since somebody chose another version meanwhile."""
+        c.execute(
+            update(releases).where(releases.c.scenario == scenario, releases.c.version == version).values(status="held")
+        )
+
+    def published(self, c: Connection, scenario: str, version: int) -> None:
+        c.execute(
+            update(releases)
+            .where(releases.c.scenario == scenario, releases.c.version == version)
+            .values(published=time.time())
+        )
+
+
+def _step(row: Row[Any]) -> StepRow:
+    return StepRow(
+        row.id, row.scenario, row.version, row.parent, tuple(row.turns), row.status, row.attempts, row.carried
+    )

@@ -1,0 +1,171 @@
+"""Training jobs as folders: `steps/<id>/job.json` in, `steps/<id>/result.json` out.
+
+Invariant: both files appear complete, by rename; a step with a job and no result is run, again if
+need be. That is all learner and trainer share, so they may run on different machines with one
+storage. This module knows neither.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from reef.errors import ReefError, StoreError
+from reef.train.sample import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One step, as the learner stored it."""
+
+    step: str
+    scenario: str
+    version: int
+    """the version to produce"""
+    parent: int
+    """the version to start from; 0 is the untrained policy"""
+    turns: tuple[str, ...]
+    samples: tuple[Sample, ...]
+    seed: int = 0
+    lr: float = 6e-4
+    epochs: int = 2
+    carried: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Job:
+        """Raises StoreError when a field is missing or malformed."""
+        try:
+            return Job(
+                step=str(data["step"]),
+                scenario=str(data["scenario"]),
+                version=int(data["version"]),
+                parent=int(data["parent"]),
+                turns=tuple(data["turns"]),
+                samples=tuple(Sample.from_json(s) for s in data["samples"]),
+                seed=int(data.get("seed", 0)),
+                lr=float(data.get("lr", 6e-4)),
+                epochs=int(data.get("epochs", 2)),
+                carried=data.get("carried") or {},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StoreError(f"job can't be read: {error!r}") from error
+
+    @property
+    def n_eff(self) -> int:
+        """Samples with a trained token and a term: a reward that pushes, or a context to learn from."""
+        return sum(
+            any(s.mask) and bool(s.advantage or (s.advantage is None and s.reward) or s.contexts) for s in self.samples
+        )
+
+
+class Runner(Protocol):
+    """What does a job: `reef.train.trainer.Trainer`."""
+
+    releases: Path
+
+    def run(self, job: Job) -> dict[str, Any]: ...
+
+
+def pending(steps: Path) -> list[Path]:
+    """Step folders with a job and without a result, oldest job first."""
+    found = [j for j in steps.glob("*/job.json") if not (j.parent / "result.json").exists()]
+    return [j.parent for j in sorted(found, key=lambda j: (j.stat().st_mtime_ns, j.parent.name))]
+
+
+def work(
+    trainer: Runner,
+    steps: Path,
+    *,
+    once: bool = False,
+    poll_s: float = 0.2,
+    alive: Callable[[], bool] = lambda: True,
+) -> None:
+    """Do jobs as they come, until `alive` says no; with `once`, those that wait now.
+
+    A job that can't be done gets a result with its error. While the disk refuses, the job waits and
+    `trainer.json` and the log say why.
+    """
+    steps.mkdir(parents=True, exist_ok=True)
+    for leftover in trainer.releases.glob("*/.tmp-v*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    _tell(steps, "idle")
+    while alive():
+        waiting = pending(steps)
+        if not waiting:
+            if once:
+                return
+            time.sleep(poll_s)
+            continue
+        _tell(steps, "training", waiting[0].name)
+        try:
+            write_json(waiting[0] / "result.json", do(trainer, waiting[0]))
+            _tell(steps, "idle")
+        except OSError as error:
+            if once:
+                raise
+            _tell(steps, "waiting", waiting[0].name, f"{type(error).__name__}: {error}")
+            time.sleep(5.0)
+
+
+def do(trainer: Runner, folder: Path) -> dict[str, Any]:
+    """Run one step folder's job; whatever is wrong with it becomes its result. Raises OSError only."""
+    try:
+        return trainer.run(Job.from_json(json.loads((folder / "job.json").read_text())))
+    except OSError:
+        raise
+    except ReefError as error:
+        return {"error": str(error)}
+    except Exception as error:  # the recipe is foreign code and a job is foreign data: serving goes on
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a JSON file so that a reader sees all of it or none, also after a power cut."""
+    scratch = path.with_name(f".{path.name}-{os.getpid()}")
+    scratch.write_text(dumps(data))
+    fsync(scratch)
+    scratch.replace(path)
+    fsync(path.parent)
+
+
+def _tell(steps: Path, state: str, step: str = "", reason: str = "") -> None:
+    """Say what the trainer does, for whoever looks; never a reason to stop."""
+    if reason:
+        print(f"trainer {state} {step}: {reason}", file=sys.stderr, flush=True)
+    try:
+        report = {"pid": os.getpid(), "state": state, "step": step, "reason": reason, "time": time.time()}
+        write_json(steps / "trainer.json", report)
+    except OSError:
+        pass
+
+
+def dumps(data: Any) -> str:
+    """Strict JSON for people and programs; a number that is not finite becomes null."""
+    return json.dumps(_finite(data), indent=1, allow_nan=False, default=str) + "\n"
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, Mapping):
+        return {str(k): _finite(v) for k, v in data.items()}
+    return [_finite(v) for v in data] if isinstance(data, list | tuple) else data
+
+
+def fsync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,273 @@
+"""One training step: from a stored job to a gated release.
+
+A release is a folder that appears by one rename. Invariant: a kill at any moment leaves either no
+release or a complete one, and the same job from the same parent ends in the same weights. It knows
+no queue, no database, no engine and no learning method beyond `recipe.loss`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from reef.errors import ModelError
+from reef.recipe import Loss, Scorer, Tokenizer
+from reef.releases.chain import MANIFEST, content_hash, list_releases, read_release, version_folder
+from reef.train import gate
+from reef.train.jobs import Job, dumps, fsync
+from reef.train.lora import Policy
+from reef.train.sample import Batch, Sample
+
+OPTIMIZER = "optimizer.safetensors"
+KEPT_OPTIMIZERS = 3
+"""newest releases that keep their optimizer state (twice the adapter's size)"""
+
+
+class LossFunction(Protocol):
+    """The part of a recipe that trains."""
+
+    def loss(self, batch: Batch, policy: Scorer, reference: Scorer) -> Loss: ...
+
+
+class Trainer:
+    """A policy, an optimizer and the version they stand at."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        recipe: LossFunction,
+        tokenizer: Tokenizer,
+        releases: Path,
+        *,
+        recipe_name: str = "",
+        limits: gate.GateLimits | None = None,
+        gated: bool = True,
+    ) -> None:
+        self.policy = policy
+        self.recipe = recipe
+        self.releases = releases
+        self.recipe_name = recipe_name
+        self.limits = limits or gate.GateLimits()
+        self.gated = gated
+        self.probes = gate.replays(tokenizer)
+        self.replays = gate.replays(tokenizer, gate.REPLAYS)
+        self._base: list[Tensor] | None = None
+        self._optimizer = self._new_optimizer()
+        self._at: tuple[str, int] | None = None
+
+    def run(self, job: Job) -> dict[str, Any]:
+        """Train, gate and write the release; returns the result. A release that an interrupted run
+        of the same step left behind is kept and returned.
+
+        Raises ReefError when the job can't be done, OSError when the disk refuses.
+        """
+        target = version_folder(self.releases, job.scenario, job.version)
+        if not target.exists():
+            started = time.time()
+            metrics, verdict = self._step(job)
+            self._write(job, target, metrics, verdict, started)
+            self._prune(job)
+        return _result(job, target)
+
+    def dry_run(self, job: Job) -> dict[str, Any]:
+        """Do the whole step in memory and report it: what would be trained, each epoch's terms, the
+        terms afterwards, how far the weights would move, the gate's answer. Writes nothing."""
+        started = time.time()
+        batch = self._batch(job)
+        metrics, verdict = self._step(job, batch)
+        with torch.no_grad():
+            after = self._accumulate(batch, backward=False)
+        self._at = None
+        return {
+            "step": job.step,
+            "scenario": job.scenario,
+            "parent": job.parent,
+            "version": job.version,
+            "samples": [_describe(s) for s in job.samples],
+            **metrics,
+            "after": after,
+            "gate": verdict.to_json(),
+            "seconds": time.time() - started,
+        }
+
+    # --- one step ---
+
+    def _batch(self, job: Job) -> Batch:
+        return Batch(job.samples, job.n_eff, {"replay": self.replays[job.seed % len(self.replays)]})
+
+    def _step(self, job: Job, batch: Batch | None = None) -> tuple[dict[str, Any], gate.Verdict]:
+        self._stand_at(job)
+        self._at = None
+        before = self.policy.tensors()
+        epochs = self._train(job, batch or self._batch(job))
+        after = self.policy.tensors()
+        started = time.time()
+        verdict = self._gate(before, after, epochs)
+        moved = math.sqrt(sum(float((after[n] - before[n]).square().sum()) for n in after))
+        metrics = {
+            "epochs": epochs,
+            "n_eff": job.n_eff,
+            "lr": job.lr,
+            "trained_tokens": sum(sum(s.mask) for s in job.samples),
+            "update_norm": moved,
+            "weight_norm": math.sqrt(sum(float(t.square().sum()) for t in after.values())),
+            "kl_to_base": next((c.value for c in verdict.checks if c.name == "kl_to_base"), None),
+            "train_seconds": sum(e["seconds"] for e in epochs),
+            "gate_seconds": time.time() - started,
+        }
+        return metrics, verdict
+
+    def _train(self, job: Job, batch: Batch) -> list[dict[str, Any]]:
+        for group in self._optimizer.param_groups:
+            group["lr"] = job.lr
+        records: list[dict[str, Any]] = []
+        for _ in range(job.epochs):
+            started = time.time()
+            self._optimizer.zero_grad(set_to_none=True)
+            terms = self._accumulate(batch, backward=True)
+            norm = float(torch.nn.utils.clip_grad_norm_(list(self.policy.parameters()), 1.0))
+            tokens = sum(s.tokens for s in batch.samples)
+            records.append({**terms, "grad_norm": norm, "tokens": tokens, "seconds": time.time() - started})
+            if not (math.isfinite(norm) and math.isfinite(terms["loss"])):
+                break  # stepping would only spread it over every weight; the gate refuses the candidate
+            self._optimizer.step()
+        return records
+
+    def _accumulate(self, batch: Batch, *, backward: bool) -> dict[str, float]:
+        """The step's loss and terms: shares of micro-batches add up."""
+        sums = {"loss": 0.0}
+        for micro in batch.micro(1):
+            loss = self.recipe.loss(micro, self.policy, self.policy.reference)
+            if backward and loss.total.requires_grad:
+                loss.total.backward()
+            sums["loss"] += float(loss.total.detach())
+            for name, value in loss.terms.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return sums
+
+    def _gate(
+        self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], epochs: Iterable[Mapping[str, Any]]
+    ) -> gate.Verdict:
+        if self._base is None:
+            self._base = gate.base_logprobs(self.policy.reference, self.probes)
+        numbers = [x for e in epochs for x in (e["loss"], e["grad_norm"])]
+        return gate.Verdict(
+            (
+                gate.finite_losses(numbers),
+                gate.finite_weights(after),
+                gate.changed_tensors(before, after),
+                gate.kl_to_base(self.policy, self.probes, self._base, self.limits.kl_to_base),
+            )
+        )
+
+    # --- where the weights stand ---
+
+    def _stand_at(self, job: Job) -> None:
+        """Bring adapter and optimizer to the job's parent, from memory if they are there already."""
+        if self._at == (job.scenario, job.parent) and job.parent:
+            return
+        self._optimizer = self._new_optimizer()
+        if job.parent == 0:
+            self.policy.fresh(job.seed)
+            return
+        folder = version_folder(self.releases, job.scenario, job.parent)
+        self.policy.load_adapter(folder)
+        if (folder / OPTIMIZER).exists():
+            self._restore_optimizer(load_file(folder / OPTIMIZER))
+
+    def _new_optimizer(self) -> torch.optim.AdamW:
+        return torch.optim.AdamW(self.policy.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.0)
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        state = self._optimizer.state_dict()["state"]
+        return {
+            f"{i}.{key}": value.detach().cpu().contiguous()
+            for i, entry in state.items()
+            for key, value in entry.items()
+        }
+
+    def _restore_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            index, _, key = name.partition(".")
+            state.setdefault(int(index), {})[key] = value
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    # --- releases ---
+
+    def _write(self, job: Job, target: Path, metrics: Mapping[str, Any], verdict: gate.Verdict, started: float) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = target.parent / f".tmp-{target.name}-{os.getpid()}"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        try:
+            self.policy.save_adapter(scratch)
+            save_file(self._optimizer_tensors(), scratch / OPTIMIZER)
+            manifest = {
+                "scenario": job.scenario,
+                "version": job.version,
+                "parent": job.parent,
+                "step": job.step,
+                "content_hash": content_hash(scratch),
+                "turns": list(job.turns),
+                "metrics": metrics,
+                "gate": verdict.to_json(),
+                "status": "candidate" if verdict.passed or not self.gated else "rejected",
+                "created": time.time(),
+                "seconds": time.time() - started,
+                "recipe": self.recipe_name,
+                "seed": job.seed,
+            }
+            (scratch / MANIFEST).write_text(dumps(manifest))
+            for file in scratch.iterdir():
+                fsync(file)
+            fsync(scratch)
+            scratch.rename(target)
+            fsync(target.parent)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise OSError(f"can't write {target}: {error}") from error
+        self._at = (job.scenario, job.version)
+
+    def _prune(self, job: Job) -> None:
+        """Drop old optimizer states; training from such a release starts with fresh moments."""
+        for release in list_releases(self.releases, job.scenario)[:-KEPT_OPTIMIZERS]:
+            if release.version != job.parent:
+                (release.folder / OPTIMIZER).unlink(missing_ok=True)
+
+
+def _result(job: Job, target: Path) -> dict[str, Any]:
+    release = read_release(target)
+    if (release.turns, release.parent) != (job.turns, job.parent):
+        raise ModelError(f"{target} exists and was trained from other turns")
+    return {
+        "release": str(target),
+        "status": release.status,
+        "content_hash": release.content_hash,
+        "gate": release.gate,
+        "metrics": release.metrics,
+        "seconds": release.seconds,
+    }
+
+
+def _describe(sample: Sample) -> dict[str, Any]:
+    return {
+        "turn": sample.turn,
+        "version": sample.version,
+        "reward": sample.reward,
+        "advantage": sample.advantage,
+        "prompt_tokens": len(sample.prompt_ids),
+        "trained_tokens": sum(sample.mask),
+        "contexts": [c.kind for c in sample.contexts],
+    }
