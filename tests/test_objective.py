@@ -95,7 +95,7 @@ def test_a_support_of_all_but_one_is_the_full_distance() -> None:
 def test_union_support_counts_each_id_once() -> None:
     ids, used = support(logp(STUDENT), logp(TEACHER), 4)
     kept = ids[used].tolist()
-    assert sorted(kept) == sorted(set(kept)) == [0, 1, 2, 3, 4] or sorted(kept) == [0, 1, 2, 4]
+    assert sorted(kept) == [0, 1, 2, 3, 4]
     bins = tail_bins(logp(STUDENT), ids, used).exp()
     assert bins.sum().item() == pytest.approx(1, abs=1e-6)
     alone = tail_bins(logp(STUDENT), torch.tensor([kept]))
@@ -109,7 +109,7 @@ def test_union_support_counts_each_id_once() -> None:
 def test_an_equal_teacher_teaches_nothing(name: str, tau: float) -> None:
     z = torch.tensor([[2.0, 1, 0, -1, -1.5, -2, 0.5, 0.2]])
     _, gradient = value_and_gradient(TERMS[name], z, z, tau)
-    assert gradient == pytest.approx([0] * 8, abs=1e-7)
+    assert gradient == pytest.approx([0] * 8, abs=1e-6)
 
 
 def test_mixed_temperatures_do_teach() -> None:

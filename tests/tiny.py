@@ -59,7 +59,8 @@ def write_tiny_model(path: Path, seed: int = 0) -> Path:
         pad_token_id=2,
         tie_word_embeddings=True,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(path)
     return path
 
 

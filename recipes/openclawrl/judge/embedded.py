@@ -93,7 +93,7 @@ class EmbeddedPrm:
             return
         try:
             verdicts = self._verdicts(batch)
-        except Exception as error:  # noqa: BLE001 - the worker's boundary: whoever awaits gets it
+        except Exception as error:  # the worker's boundary: whoever awaits gets it
             for asked in batch:
                 asked.answer.set_exception(error)
             return

@@ -134,11 +134,12 @@ class OpenAIPrm:
     async def _vote(self, prompt: str) -> tuple[Vote | None, str]:
         """One vote and its text, or None and why there is none."""
         note = ""
+        client = self._connected()
         for attempt in range(self._attempts):
             wait = min(self._backoff_s * 2**attempt, BACKOFF_CAP_S) * random.uniform(0.7, 1.3)
             try:
                 async with self._slots, asyncio.timeout(self._timeout_s):
-                    response = await self._connected().post(self._url, json=self._asking(prompt), headers=self._headers)
+                    response = await client.post(self._url, json=self._asking(prompt), headers=self._headers)
             except TimeoutError:
                 note = f"no answer within {self._timeout_s:g} s"
             except httpx.HTTPError as error:

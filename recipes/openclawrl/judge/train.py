@@ -131,7 +131,7 @@ def logits_of(body: Body, head: Head, data: Sequence[Prepared], first: int) -> T
 
 
 def calibrate(logits: Tensor, verdicts: Tensor) -> tuple[float, float]:
-    """(temperature, threshold): the first minimises the log loss, the second maximises right minus reversed verdicts."""
+    """(temperature, threshold): the first minimises the log loss, the second maximises right minus reversed."""
     grid = [0.5 + 0.05 * i for i in range(71)]
     temperature = min(grid, key=lambda t: fn.cross_entropy(logits / t, verdicts).item())
     probabilities = torch.softmax(logits / temperature, dim=-1)

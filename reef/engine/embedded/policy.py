@@ -61,7 +61,7 @@ class Policy:
         """Append prompt ids to a row; with `last`, float32 logits [V] of what follows them."""
         self._route.spans = [(row.adapter, 0, len(ids))] if row.adapter else []
         position = torch.arange(row.length, row.length + len(ids)).unsqueeze(0)
-        inputs = {
+        inputs: dict[str, Any] = {
             "input_ids": torch.tensor([ids]),
             "position_ids": position,
             "use_cache": False,
@@ -69,7 +69,7 @@ class Policy:
         }
         logits = None
         if last:
-            logits = self._logits(row.adapter, inputs, 1)[0]
+            logits = self.model(**inputs, logits_to_keep=1).logits[0, 0].float()
         else:
             self.model.base_model(**inputs)
         row.length += len(ids)
@@ -82,19 +82,12 @@ class Policy:
         Rows of one adapter must be neighbours.
         """
         self._route.spans = _spans(rows)
-        inputs = {
-            "input_ids": torch.tensor([tokens]),
-            "position_ids": torch.tensor([[row.length for row in rows]]),
-            "use_cache": False,
-            "rows": rows,
-        }
-        logits = self.model(**inputs).logits[0].float()
+        positions = torch.tensor([[row.length for row in rows]])
+        inputs = {"input_ids": torch.tensor([tokens]), "position_ids": positions, "use_cache": False, "rows": rows}
+        logits: Tensor = self.model(**inputs).logits[0].float()
         for row in rows:
             row.length += 1
         return logits
-
-    def _logits(self, adapter: Adapter | None, inputs: dict[str, Any], keep: int) -> Tensor:
-        return self.model(**inputs, logits_to_keep=keep).logits[0].float()
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,14 @@ class _Number(metaclass=_NumberType):
     """Any JSON number."""
 
 
-_NAMES = {int: "an integer", bool: "true or false", str: "a string", list: "a list", dict: "an object", _Number: "a number"}
+_NAMES = {
+    int: "an integer",
+    bool: "true or false",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+    _Number: "a number",
+}
 
 _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "n": lambda v: v != 1,

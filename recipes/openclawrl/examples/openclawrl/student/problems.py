@@ -35,216 +35,196 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A story with {name}, {he}/{He}/{his}, and the numbers {a}, {b}, {c} and {ab} = a * b."""
+    """A story with {name}, {he}/{He}, and the numbers {a}, {b}, {c} and {ab} = a * b."""
 
     name: str
     text: str
-    a: range
-    b: range
-    c: range
+    bounds: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
+    """for a, b and c: the least value and the first one too large"""
     answer: Callable[[int, int, int], int]
 
 
-NAMES: tuple[tuple[str, str, str], ...] = tuple(
-    (name, "she", "her")
-    for name in ["Ana", "Mia", "Lena", "Sara", "Nora", "Ruth", "Ines", "Clara", "Maya", "Julia", "Emma", "Dora", "Rosa", "Lily", "Vera"]
-) + tuple(
-    (name, "he", "his") for name in ["Tom", "Ben", "Omar", "Leo", "Ivan", "Paul", "Hugo", "Sam", "Jack", "Noah", "Adam", "Luis", "Karl", "Max", "Peter"]
+SHE = (
+    "Ana",
+    "Mia",
+    "Lena",
+    "Sara",
+    "Nora",
+    "Ruth",
+    "Ines",
+    "Clara",
+    "Maya",
+    "Julia",
+    "Emma",
+    "Dora",
+    "Rosa",
+    "Lily",
+    "Vera",
 )
+HE = (
+    "Tom",
+    "Ben",
+    "Omar",
+    "Leo",
+    "Ivan",
+    "Paul",
+    "Hugo",
+    "Sam",
+    "Jack",
+    "Noah",
+    "Adam",
+    "Luis",
+    "Karl",
+    "Max",
+    "Peter",
+)
+NAMES = (*((name, "she") for name in SHE), *((name, "he") for name in HE))
 
 TEMPLATES: tuple[Template, ...] = (
     Template(
         "bakery",
         "{name} bakes {a} rolls, sells {b} of them and then bakes {c} more. How many rolls does {he} have now?",
-        range(20, 60),
-        range(5, 18),
-        range(6, 30),
+        ((20, 60), (5, 18), (6, 30)),
         lambda a, b, c: a - b + c,
     ),
     Template(
         "pencils",
         "{name} buys {a} boxes with {b} pencils each and gives away {c} pencils. How many pencils are left?",
-        range(3, 10),
-        range(6, 13),
-        range(4, 17),
+        ((3, 10), (6, 13), (4, 17)),
         lambda a, b, c: a * b - c,
     ),
     Template(
         "change",
         "{name} buys {a} notebooks for ${b} each and a pen for ${c}. How much does {he} pay in total?",
-        range(3, 10),
-        range(2, 9),
-        range(1, 8),
+        ((3, 10), (2, 9), (1, 8)),
         lambda a, b, c: a * b + c,
     ),
     Template(
         "bus",
         "A bus has {a} passengers. At the first stop {b} get off and {c} get on. How many passengers are on it now?",
-        range(20, 50),
-        range(4, 16),
-        range(3, 20),
+        ((20, 50), (4, 16), (3, 20)),
         lambda a, b, c: a - b + c,
     ),
     Template(
         "reading",
         "{name} reads {b} pages a day for {a} days. The book has {c} more pages. How many pages does the book have?",
-        range(4, 12),
-        range(8, 25),
-        range(15, 60),
+        ((4, 12), (8, 25), (15, 60)),
         lambda a, b, c: a * b + c,
     ),
     Template(
         "marbles",
         "{name} has {a} marbles, finds {b} more and gives {c} to a friend. How many marbles does {he} have left?",
-        range(15, 50),
-        range(5, 25),
-        range(3, 15),
+        ((15, 50), (5, 25), (3, 15)),
         lambda a, b, c: a + b - c,
     ),
     Template(
         "eggs",
         "{name} packs {ab} eggs into cartons of {b} and sells {c} cartons. How many cartons are left?",
-        range(8, 16),
-        range(4, 11),
-        range(2, 7),
+        ((8, 16), (4, 11), (2, 7)),
         lambda a, b, c: a - c,
     ),
     Template(
         "garden",
         "{name} plants {a} rows of {b} tulips and {c} roses. How many flowers does {he} plant?",
-        range(3, 10),
-        range(5, 13),
-        range(6, 30),
+        ((3, 10), (5, 13), (6, 30)),
         lambda a, b, c: a * b + c,
     ),
     Template(
         "savings",
         "{name} saves ${b} a week for {a} weeks and then spends ${c}. How much money is left?",
-        range(5, 13),
-        range(6, 16),
-        range(10, 28),
+        ((5, 13), (6, 16), (10, 28)),
         lambda a, b, c: a * b - c,
     ),
     Template(
         "library",
         "A library has {a} books. It lends out {b} and gets {c} back. How many books are in the library now?",
-        range(90, 200),
-        range(20, 60),
-        range(8, 20),
+        ((90, 200), (20, 60), (8, 20)),
         lambda a, b, c: a - b + c,
     ),
     Template(
         "cookies",
         "{name} shares {ab} cookies equally among {b} friends. Each friend already had {c}. "
         "How many cookies does each friend have now?",
-        range(3, 10),
-        range(3, 9),
-        range(2, 9),
+        ((3, 10), (3, 9), (2, 9)),
         lambda a, b, c: a + c,
     ),
     Template(
         "running",
         "{name} runs {b} km on each of {a} days and {c} km on Sunday. How many km does {he} run in all?",
-        range(3, 7),
-        range(4, 12),
-        range(5, 19),
+        ((3, 7), (4, 12), (5, 19)),
         lambda a, b, c: a * b + c,
     ),
     Template(
         "stamps",
         "{name} has {a} stamps. {He} gets {b} from an uncle and {c} from an aunt. How many stamps does {he} have?",
-        range(25, 90),
-        range(8, 30),
-        range(6, 25),
+        ((25, 90), (8, 30), (6, 25)),
         lambda a, b, c: a + b + c,
     ),
     Template(
         "chairs",
         "A hall has {a} rows of {b} chairs. {c} chairs are broken. How many chairs can be used?",
-        range(6, 15),
-        range(8, 16),
-        range(5, 25),
+        ((6, 15), (8, 16), (5, 25)),
         lambda a, b, c: a * b - c,
     ),
     Template(
         "taxi",
         "A taxi costs ${c} plus ${b} for each km. {name} rides {a} km. How much does {he} pay?",
-        range(5, 16),
-        range(2, 5),
-        range(3, 9),
+        ((5, 16), (2, 5), (3, 9)),
         lambda a, b, c: a * b + c,
     ),
     Template(
         "juice",
-        "{name} pours {ab} ml of juice equally into {b} cups and drinks {c} ml from one cup. How much is left in that cup?",
-        range(120, 240),
-        range(3, 7),
-        range(20, 90),
+        "{name} pours {ab} ml of juice equally into {b} cups and drinks {c} ml from one. How much is left in that cup?",
+        ((120, 240), (3, 7), (20, 90)),
         lambda a, b, c: a - c,
     ),
     Template(
         "farm",
         "A farmer has {a} cows and {b} sheep. He sells {c} of the animals. How many animals are left?",
-        range(12, 40),
-        range(15, 50),
-        range(5, 20),
+        ((12, 40), (15, 50), (5, 20)),
         lambda a, b, c: a + b - c,
     ),
     Template(
         "work",
         "{name} works {a} hours for ${b} an hour and gets a tip of ${c}. How much money does {he} earn?",
-        range(4, 10),
-        range(9, 19),
-        range(5, 25),
+        ((4, 10), (9, 19), (5, 25)),
         lambda a, b, c: a * b + c,
     ),
     Template(
         "apples",
         "{name} picks {a} apples and {b} pears and eats {c} of the fruits. How many fruits are left?",
-        range(14, 40),
-        range(9, 30),
-        range(2, 9),
+        ((14, 40), (9, 30), (2, 9)),
         lambda a, b, c: a + b - c,
     ),
     Template(
         "tickets",
         "{a} adults pay ${b} each and a child pays ${c} for the zoo. How much do they pay together?",
-        range(2, 7),
-        range(9, 19),
-        range(4, 9),
+        ((2, 7), (9, 19), (4, 9)),
         lambda a, b, c: a * b + c,
     ),
     Template(
         "ribbon",
         "{name} cuts {a} pieces of {b} cm from a ribbon and {c} cm remain. How long was the ribbon?",
-        range(4, 10),
-        range(8, 20),
-        range(5, 30),
+        ((4, 10), (8, 20), (5, 30)),
         lambda a, b, c: a * b + c,
     ),
     Template(
         "cards",
         "{name} has {a} cards and loses {b}. A friend gives {name} {c} cards. How many cards does {he} have now?",
-        range(30, 80),
-        range(6, 25),
-        range(5, 20),
+        ((30, 80), (6, 25), (5, 20)),
         lambda a, b, c: a - b + c,
     ),
     Template(
         "teams",
         "{ab} children form teams of {b}. Then {c} more teams join. How many teams are there?",
-        range(4, 12),
-        range(3, 9),
-        range(2, 8),
+        ((4, 12), (3, 9), (2, 8)),
         lambda a, b, c: a + c,
     ),
     Template(
         "shirts",
         "{name} pays with ${ab} for {b} shirts that all cost the same and gets no change. "
         "Each shirt was ${c} cheaper than before. What did a shirt cost before?",
-        range(9, 25),
-        range(2, 6),
-        range(2, 9),
+        ((9, 25), (2, 6), (2, 9)),
         lambda a, b, c: a + c,
     ),
 )
@@ -255,9 +235,9 @@ def generated(seed: int, index: int) -> Problem:
     deal, place = divmod(index, len(TEMPLATES))
     template = random.Random(f"deal {seed} {deal}").sample(TEMPLATES, len(TEMPLATES))[place]
     rng = random.Random(f"problem {seed} {index}")
-    name, he, his = rng.choice(NAMES)
-    a, b, c = rng.choice(template.a), rng.choice(template.b), rng.choice(template.c)
-    story = template.text.format(name=name, he=he, He=he.capitalize(), his=his, a=a, b=b, c=c, ab=a * b)
+    name, he = rng.choice(NAMES)
+    a, b, c = (rng.choice(range(*bound)) for bound in template.bounds)
+    story = template.text.format(name=name, he=he, He=he.capitalize(), a=a, b=b, c=c, ab=a * b)
     return Problem(f"{story} {REQUEST}", template.answer(a, b, c), template.name)
 
 

@@ -265,7 +265,7 @@ def complaint(check: Check, degree: int, seed: int, session: int, turn: int) -> 
     """
     rng = random.Random(f"complaint {seed} {session} {turn}")
     wrong: Sequence[str] = check.wrong or ("correct",)
-    said = " ".join(_upper(rng.choice(COMPLAINTS[name][min(degree, 2)])) for name in wrong[:2])
+    said = " ".join(_upper(_phrase(name, degree, seed, session, turn)) for name in wrong[:2])
     opener = rng.choice(OPENERS)
     return f"{opener}{_lower(said) if opener else said} {rng.choice(REDO)}"
 
@@ -273,6 +273,13 @@ def complaint(check: Check, degree: int, seed: int, session: int, turn: int) -> 
 def thanks(seed: int, session: int) -> str:
     """The student's closing message after a passing reply."""
     return random.Random(f"thanks {seed} {session}").choice(THANKS)
+
+
+def _phrase(name: str, degree: int, seed: int, session: int, turn: int) -> str:
+    """A wording of the degree; neighbouring turns of a session never get the same one."""
+    phrases = list(COMPLAINTS[name][min(degree, 2)])
+    random.Random(f"phrases {seed} {session} {name}").shuffle(phrases)
+    return phrases[turn % len(phrases)]
 
 
 def _upper(text: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import openai
@@ -86,12 +86,12 @@ class Session:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Session:
-        replies = []
-        for row in data["replies"]:
-            seen = {**row["check"], "violations": tuple(row["check"]["violations"])}
-            replies.append(Reply(**{**row, "check": Check(**seen)}))
-        kept = {k: v for k, v in data.items() if k not in ("first_reply_passes", "turns")}
-        return Session(**{**kept, "replies": tuple(replies)})
+        replies = tuple(
+            Reply(**{**row, "check": Check(**{**row["check"], "violations": tuple(row["check"]["violations"])})})
+            for row in data["replies"]
+        )
+        known = {f.name: data[f.name] for f in fields(Session)}
+        return Session(**{**known, "replies": replies})
 
 
 @dataclass(slots=True)

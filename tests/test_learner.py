@@ -1,0 +1,273 @@
+"""From the log to verdicts and steps, stepped by hand: bindings, judging, batches, staleness, funnel."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from reef.errors import JudgeError
+from reef.learner.steps import Steps, StepSettings
+from reef.learner.turns import Turns
+from reef.recipe import Turn, Verdict
+from reef.sessions.fate import Fate
+from tests.reports_recipe import Config, ReportsOnly
+from tests.stack import Stack, stack
+
+THANKS = "thanks, that is right"
+
+
+class Rule(ReportsOnly):
+    """Judges by whether the reaction thanks; counts what it is asked."""
+
+    asked: list[str]
+
+    def __init__(self) -> None:
+        super().__init__(Config())
+        self.asked = []
+        self.down = False
+
+    async def judge(self, turn: Turn) -> Verdict | None:
+        self.asked.append(turn.id)
+        if self.down:
+            raise JudgeError("the judge is down")
+        if turn.next is None:
+            return await super().judge(turn)
+        index = sum(m.role != "system" for m in turn.messages)
+        if turn.next.text == "hm":
+            return Verdict(0, None, judge="rule")
+        value = 1 if "thanks" in turn.next.text else -1
+        return Verdict(value, index, ((index, value),), judge="rule")
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Stack]:
+    with stack(tmp_path) as s:
+        yield s
+
+
+def talk(s: Stack, opener: str, *reactions: str, **headers: str) -> list[str]:
+    """A conversation that resends its history; returns the receipts."""
+    messages = [{"role": "user", "content": opener}]
+    receipts = []
+    for reaction in [*reactions, None]:
+        reply, receipt = s.ask(messages, **headers)
+        receipts.append(receipt)
+        if reaction is not None:
+            messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": reaction}]
+    return receipts
+
+
+def steps_for(s: Stack, recipe: Rule, batch_size: int = 4, staleness: int = 8) -> Steps:
+    settings = StepSettings(batch_size, staleness, 1e-3, 1, 0, 2)
+    return Steps(s.log, s.learn, Turns(s.log, s.learn), recipe, s.dir / "steps", settings)
+
+
+def add_up(s: Stack) -> bool:
+    funnel = s.views.funnel()
+    return sum(funnel["fates"].values()) + funnel["unread"] == funnel["exchanges"] == s.log.tail(0, 9999)[-1].seq
+
+
+def test_a_plain_client_three_turns_long_has_its_first_two_turns_judged(running: Stack) -> None:
+    first, second, third = talk(running, "2+2?", "no, in words", THANKS)
+    running.observer().step()
+    running.judge_all(Rule())
+    assert [running.learn.fate(r) for r in (first, second, third)] == [Fate.JUDGED, Fate.JUDGED, Fate.OPEN]
+    verdicts = [running.learn.verdict_on(r) for r in (first, second)]
+    assert [v.verdict for v in verdicts if v] == [-1, 1]
+    assert add_up(running)
+
+
+def test_seventeen_turns_make_four_batches_of_four_and_one_waits(running: Stack) -> None:
+    for n in range(17):
+        talk(running, f"question {n}", THANKS)
+    running.observer().step()
+    recipe = Rule()
+    running.judge_all(recipe)
+    assert running.fates()["judged"] == 17
+    steps = steps_for(running, recipe)
+    turns: list[str] = []
+    for version in range(1, 5):
+        (step,) = steps.form()
+        assert (step.version, len(step.turns)) == (version, 4)
+        assert steps.form() == []  # one at a time
+        turns += step.turns
+        finish(running, steps, step.id)
+    assert steps.form() == []
+    assert len(set(turns)) == 16
+    assert (running.fates()["trained"], running.fates()["judged"]) == (16, 1)
+    assert add_up(running)
+
+
+def finish(s: Stack, steps: Steps, step: str, status: str = "candidate") -> None:
+    """Write the release a trainer would have written, and take it in as served."""
+    job = json.loads((s.dir / "steps" / step / "job.json").read_text())
+    folder = s.dir / "releases" / job["scenario"] / f"v{job['version']:06d}"
+    folder.mkdir(parents=True)
+    checks = [{"name": "kl_to_base", "value": 0.5, "limit": 0.1, "passed": status == "candidate"}]
+    release = {
+        "scenario": job["scenario"],
+        "version": job["version"],
+        "parent": job["parent"],
+        "turns": job["turns"],
+        "content_hash": "0" * 64,
+        "metrics": {},
+        "gate": {"passed": status == "candidate", "checks": checks},
+        "status": status,
+    }
+    (folder / "release.json").write_text(json.dumps(release))
+    (s.dir / "steps" / step / "result.json").write_text(json.dumps({"release": str(folder), "seconds": 1.0}))
+    assert steps.collect() == 1
+    for row in s.learn.unpublished():
+        with s.learn.begin() as c:
+            s.learn.published(c, row.scenario, row.version)
+
+
+def test_a_step_names_its_turns_before_it_runs_and_is_written_again_after_a_crash(running: Stack) -> None:
+    for n in range(4):
+        talk(running, f"question {n}", THANKS)
+    running.observer().step()
+    recipe = Rule()
+    running.judge_all(recipe)
+    steps = steps_for(running, recipe)
+    (step,) = steps.form()
+    job = running.dir / "steps" / step.id / "job.json"
+    before = json.loads(job.read_text())
+    job.unlink()  # the learner died between its transaction and the job file
+    steps_for(running, recipe).form()
+    assert json.loads(job.read_text()) == before
+    assert len(running.learn.running_steps()) == 1
+
+
+def test_a_failing_step_is_tried_again_and_then_lets_its_turns_go_with_the_reason(running: Stack) -> None:
+    for n in range(4):
+        talk(running, f"question {n}", THANKS)
+    running.observer().step()
+    recipe = Rule()
+    running.judge_all(recipe)
+    steps = steps_for(running, recipe)
+    (step,) = steps.form()
+    result = running.dir / "steps" / step.id / "result.json"
+    for _ in range(2):
+        result.write_text('{"error": "loss exploded"}')
+        steps.collect()
+    assert running.fates()["gate_rejected"] == 4
+    history = running.views.turn(step.turns[0])["fates"]
+    assert history[-1]["reason"] == "loss exploded"
+
+
+def test_turns_of_a_rejected_release_are_not_trained(running: Stack) -> None:
+    for n in range(4):
+        talk(running, f"question {n}", THANKS)
+    running.observer().step()
+    recipe = Rule()
+    running.judge_all(recipe)
+    steps = steps_for(running, recipe)
+    (step,) = steps.form()
+    finish(running, steps, step.id, status="rejected")
+    assert running.fates()["gate_rejected"] == 4
+    assert "kl_to_base" in running.views.turn(step.turns[0])["fates"][-1]["reason"]
+    assert running.learn.unpublished() == []
+
+
+def test_a_judge_that_is_down_makes_nothing_neutral(running: Stack) -> None:
+    first, _ = talk(running, "2+2?", THANKS)
+    running.observer().step()
+    recipe = Rule()
+    recipe.down = True
+    running.judge_all(recipe)
+    assert running.learn.fate(first) is Fate.QUEUED
+    assert running.views.turn(first)["fates"][-1]["rule"] == "judge_retry"
+    recipe.down = False
+    running.judge_all(recipe)
+    assert running.learn.fate(first) is Fate.JUDGED
+
+
+def test_neutral_reactions_train_nothing(running: Stack) -> None:
+    first, _ = talk(running, "2+2?", "hm")
+    running.observer().step()
+    running.judge_all(Rule())
+    assert running.learn.fate(first) is Fate.NEUTRAL
+
+
+def test_opted_out_and_side_calls_never_reach_the_judge(running: Stack) -> None:
+    talk(running, "secret", THANKS, **{"x-reef-train": "off"})
+    talk(running, "a title please", THANKS, **{"x-reef-tag-turn-type": "side"})
+    running.observer().step()
+    recipe = Rule()
+    running.judge_all(recipe)
+    assert recipe.asked == []
+    assert running.fates() == {"opted_out": 2, "side_task": 2}
+    assert add_up(running)
+
+
+def test_an_untrainable_setting_says_so_instead_of_being_judged(running: Stack) -> None:
+    client = running.client()
+    reply = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], temperature=0)
+    text = reply.choices[0].message.content
+    running.ask([{"role": "user", "content": "hi"}, {"role": "assistant", "content": text or ""}, {"role": "user", "content": THANKS}])
+    running.observer().step()
+    assert running.fates() == {"unsupported_sampling": 1, "open": 1}
+
+
+def test_an_engine_without_logprobs_ends_as_missing_logprobs(running: Stack) -> None:
+    running.script.exact = False
+    talk(running, "hi", THANKS)
+    running.observer().step()
+    assert running.fates() == {"missing_logprobs": 1, "open": 1}
+
+
+def test_a_session_nobody_continues_ends_and_a_late_reply_reopens_it(running: Stack) -> None:
+    (only,) = talk(running, "2+2?")
+    observer = running.observer(ttl=10)
+    observer.step()
+    assert observer.expire(time.time() + 5) == 0
+    assert observer.expire(time.time() + 11) == 1
+    assert running.learn.fate(only) is Fate.NO_NEXT_STATE
+    running.ask([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "reply to 2+2?"}, {"role": "user", "content": THANKS}])
+    observer.step()
+    assert running.learn.fate(only) is Fate.QUEUED
+
+
+def test_the_observer_continues_at_its_cursor_after_a_restart(running: Stack) -> None:
+    first, _ = talk(running, "2+2?", THANKS)
+    running.observer().step()
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "reply to 2+2?"}]
+    messages += [{"role": "user", "content": THANKS}, {"role": "assistant", "content": f"reply to {THANKS}"}]
+    running.ask([*messages, {"role": "user", "content": "next one"}])
+    again = running.observer()
+    assert again.step() == 1
+    assert running.fates() == {"queued": 2, "open": 1}
+    assert again.step() == 0
+    assert running.views.turn(first)["matching"]["session"] == first
+
+
+def test_a_report_queues_its_turn_once_and_needs_no_next_state(running: Stack) -> None:
+    (only,) = talk(running, "2+2?")
+    body = {"id": "r1", "references": [only], "score": -1}
+    answers = [httpx.post(f"{running.url}/reef/report", json=body).json() for _ in range(2)]
+    assert [a["recorded"] for a in answers] == [True, False]
+    running.observer().step()
+    assert running.learn.fate(only) is Fate.QUEUED
+    running.judge_all(ReportsOnly(Config()))
+    row = running.learn.verdict_on(only)
+    assert row is not None and row.verdict == -1
+
+
+def test_stale_turns_are_refused_with_the_reason(running: Stack) -> None:
+    for n in range(4):
+        talk(running, f"question {n}", THANKS)
+    running.observer().step()
+    recipe = Rule()
+    running.judge_all(recipe)
+    folder = running.dir / "releases" / "default" / "v000003"
+    folder.mkdir(parents=True)
+    manifest = {"scenario": "default", "version": 3, "parent": 2, "turns": [], "content_hash": "", "metrics": {}}
+    (folder / "release.json").write_text(json.dumps({**manifest, "gate": {}, "status": "candidate"}))
+    assert httpx.post(f"{running.url}/reef/releases/3/serve").status_code == 200
+    assert steps_for(running, recipe, staleness=2).form() == []
+    assert running.fates()["stale"] == 4

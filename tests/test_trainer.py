@@ -1,0 +1,473 @@
+"""A step on a tiny real model: masks, teacher contexts, releases, crashes, the gate."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel
+
+from recipes.openclawrl import teacher
+from recipes.openclawrl.objective import REEF, Objective
+from recipes.openclawrl.teacher import (
+    HEADING,
+    Demonstration,
+    candidate_contexts,
+    check_render,
+    choose_context,
+    demonstration_context,
+    hint_context,
+)
+from reef.errors import ModelError
+from reef.model import ModelTokenizer
+from reef.recipe import Loss, Scorer
+from reef.releases.chain import adapter_name, content_hash, list_releases, read_release, version_folder
+from reef.train import gate
+from reef.train.jobs import Job, pending, work, write_json
+from reef.train.lora import WEIGHTS, Policy
+from reef.train.sample import Batch, Context, Sample
+from reef.train.trainer import OPTIMIZER, Trainer
+
+ASK = [{"role": "user", "content": "Tom has 12 apples and gives 5 to Ann. Please show the steps."}]
+SHOWN = Demonstration("The train travels 60 miles in 2 hours.", "Its speed is 60 / 2 = 30 miles per hour.")
+WIDE = gate.GateLimits(kl_to_base=50.0)
+
+
+class Plain:
+    """The example's objective without its judge: what the trainer needs of a recipe."""
+
+    class Config(BaseModel):
+        w_opd: float = 1.0
+
+    def __init__(self, config: Any = None, tools: Any = None) -> None:
+        self.objective = replace(REEF, w_opd=config.w_opd) if config else REEF
+
+    def loss(self, batch: Batch, policy: Scorer, reference: Scorer) -> Loss:
+        return teacher.loss(batch, policy, reference, self.objective)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Path) -> ModelTokenizer:
+    return ModelTokenizer(tiny_model_dir)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model_dir: Path) -> Policy:
+    torch.set_num_threads(1)
+    return Policy.load(tiny_model_dir)
+
+
+def a_sample(
+    tokenizer: ModelTokenizer, policy: Policy, turn: str, reward: int = 1, *, text: str = "he keeps 7"
+) -> Sample:
+    """A sample whose behaviour log-probs are the base's own."""
+    prompt, reply = tuple(tokenizer.render(ASK)), (*tokenizer.encode(text), 2)
+    logp = (policy.reference.logits(prompt, reply) / 0.7).log_softmax(-1)
+    return Sample(
+        turn=turn,
+        version=0,
+        prompt_ids=prompt,
+        response_ids=reply,
+        logprobs=tuple(logp.gather(-1, torch.tensor(reply)[:, None])[:, 0].tolist()),
+        topk_ids=(),
+        mask=(1,) * len(reply),
+        tau=0.7,
+        reward=reward,
+        advantage=float(reward),
+        contexts=(demonstration_context(tokenizer, ASK, SHOWN),),
+    )
+
+
+def four(tokenizer: ModelTokenizer, policy: Policy) -> tuple[Sample, ...]:
+    texts = ("he keeps 7", "so he keeps 7 apples", "Thanks! no lists", "Step 1: plain sentences")
+    return tuple(a_sample(tokenizer, policy, f"turn{i}", (1, -1, 1, -1)[i], text=text) for i, text in enumerate(texts))
+
+
+def a_job(samples: tuple[Sample, ...], version: int = 1, parent: int = 0, **changes: Any) -> Job:
+    turns = tuple(s.turn for s in samples)
+    return replace(Job(f"step{version}", "default", version, parent, turns, samples, seed=7, lr=1e-3), **changes)
+
+
+def write_job(steps: Path, job: Job) -> Path:
+    folder = steps / job.step
+    folder.mkdir(parents=True)
+    data = {name: getattr(job, name) for name in Job.__slots__}
+    write_json(folder / "job.json", {**data, "samples": [s.to_json() for s in job.samples]})
+    return folder
+
+
+def a_trainer(policy: Policy, tokenizer: ModelTokenizer, releases: Path, **options: Any) -> Trainer:
+    return Trainer(policy, Plain(), tokenizer, releases, **{"limits": WIDE, **options})
+
+
+def gradient(policy: Policy, batches: list[Batch], objective: Objective = REEF) -> torch.Tensor:
+    policy.model.zero_grad()
+    for batch in batches:
+        teacher.loss(batch, policy, policy.reference, objective).total.backward()
+    return torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+
+
+# --- the policy -----------------------------------------------------------------------------------
+
+
+def test_an_untrained_adapter_and_the_reference_are_the_base(tiny_model_dir: Path, policy: Policy) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base: Any = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    policy.fresh(3)
+    ids = torch.tensor([[5, 9, 30, 31, 32]])
+    expected = base(ids).logits[0, 1:4]
+    assert torch.allclose(policy.logits([5, 9], [30, 31, 32]), expected, atol=1e-5)
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(0.05)
+    assert torch.allclose(policy.reference.logits([5, 9], [30, 31, 32]), expected, atol=1e-5)
+    assert not torch.allclose(policy.logits([5, 9], [30, 31, 32]), expected, atol=1e-2)
+
+
+def test_adapter_comes_back_from_its_folder(policy: Policy, tiny_model_dir: Path, tmp_path: Path) -> None:
+    policy.fresh(1)
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(0.01)
+    policy.save_adapter(tmp_path)
+    before, first = policy.tensors(), content_hash(tmp_path)
+    policy.fresh(2)
+    policy.load_adapter(tmp_path)
+    assert all(torch.equal(t, before[n]) for n, t in policy.tensors().items())
+    policy.save_adapter(tmp_path)
+    assert content_hash(tmp_path) == first
+    with pytest.raises(ModelError, match="rank 16"):
+        Policy.load(tiny_model_dir, rank=4).load_adapter(tmp_path)
+    (tmp_path / WEIGHTS).write_bytes(b"broken")
+    with pytest.raises(ModelError, match="can't read"):
+        policy.load_adapter(tmp_path)
+    with pytest.raises(ModelError, match="can't load"):
+        Policy.load(tmp_path / "absent")
+
+
+# --- masks and batches ----------------------------------------------------------------------------
+
+
+def test_splits_and_padding_change_no_gradient(policy: Policy, tokenizer: ModelTokenizer) -> None:
+    policy.fresh(0)
+    samples = four(tokenizer, policy)
+    whole = gradient(policy, [Batch(samples, 4)])
+    assert whole.abs().max() > 1e-4
+    for size in (1, 3):
+        assert torch.allclose(gradient(policy, Batch(samples, 4).micro(size)), whole, atol=1e-6)
+    padded = tuple(
+        replace(s, response_ids=(*s.response_ids, 0, 0), logprobs=(*s.logprobs, 0.0, 0.0), mask=(*s.mask, 0, 0))
+        for s in samples
+    )
+    assert torch.allclose(gradient(policy, [Batch(padded, 4)]), whole, atol=1e-6)
+    masked = replace(samples[0], turn="masked", mask=(0,) * len(samples[0].mask))
+    assert torch.allclose(gradient(policy, [Batch((*samples, masked), 4)]), whole, atol=1e-6)
+
+
+def test_the_gradient_reaches_the_adapter_only(policy: Policy, tokenizer: ModelTokenizer) -> None:
+    policy.fresh(0)
+    gradient(policy, [Batch(four(tokenizer, policy), 4)])
+    touched = {name for name, p in policy.model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+    assert touched and all("lora_" in name for name in touched)
+    assert all("lora_" in name for name, p in policy.model.named_parameters() if p.requires_grad)
+
+
+def test_an_empty_context_is_the_base_and_teaches_nothing(policy: Policy, tokenizer: ModelTokenizer) -> None:
+    policy.fresh(0)
+    sample = a_sample(tokenizer, policy, "t", 0)
+    same = replace(sample, contexts=(Context("hint", sample.prompt_ids, ""),))
+    base = policy.reference.logits(sample.prompt_ids, sample.response_ids).log_softmax(-1)
+    shown = policy.reference.logits(same.contexts[0].prompt_ids, same.response_ids).log_softmax(-1)
+    assert (base - shown).abs().max() < 1e-5
+    assert gradient(policy, [Batch((same,), 1)]).abs().max() < 1e-4
+    assert gradient(policy, [Batch((sample,), 1)]).abs().max() > 1e-3
+
+
+def test_fixed_values_are_kept_between_epochs(policy: Policy, tokenizer: ModelTokenizer) -> None:
+    policy.fresh(0)
+    batch = Batch(four(tokenizer, policy), 4)
+    gradient(policy, batch.micro(1))
+    kept = {turn: batch.fixed[turn] for turn in ("turn0", "turn3")}
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(0.02)
+    terms = teacher.loss(batch, policy, policy.reference, REEF).terms
+    assert all(batch.fixed[turn] is value for turn, value in kept.items())
+    assert terms["clip_fraction"] > 0
+
+
+def test_the_replayed_prompt_counts_once_per_epoch(policy: Policy, tokenizer: ModelTokenizer) -> None:
+    policy.fresh(0)
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(0.02)
+    replay = gate.replays(tokenizer, gate.REPLAYS)[0]
+    batch = Batch(four(tokenizer, policy), 4, {"replay": replay})
+    only = Objective(w_rl=0.0, beta_kl=0.0, beta_replay=0.1)
+    found = [teacher.loss(m, policy, policy.reference, only).terms.get("replay", 0.0) for m in batch.micro(1)]
+    assert found[0] > 0 and found[1:] == [0, 0, 0]
+
+
+# --- contexts -------------------------------------------------------------------------------------
+
+
+def test_contexts_are_rendered_where_they_belong(tokenizer: ModelTokenizer) -> None:
+    chat = [{"role": "system", "content": "Be plain."}, *ASK, {"role": "assistant", "content": "No."}, *ASK]
+    hint = hint_context(tokenizer, chat, "Write one sentence.")
+    assert hint is not None and hint.kind == "hint"
+    end = f"show the steps.\n\n{HEADING}\nWrite one sentence."
+    changed = [*chat[:-1], {"role": "user", "content": ASK[0]["content"].replace("show the steps.", end)}]
+    assert list(hint.prompt_ids) == tokenizer.render(changed)
+    shown = demonstration_context(tokenizer, chat, SHOWN)
+    solved = [{"role": "user", "content": SHOWN.request}, {"role": "assistant", "content": SHOWN.reply}]
+    assert list(shown.prompt_ids) == tokenizer.render([chat[0], *solved, *chat[1:]])
+    memo = hint_context(tokenizer, chat, "Write one sentence.", ["No lists."])
+    assert memo is not None and memo.kind == "memo" and "No lists.\nWrite one" in memo.text
+    assert hint_context(tokenizer, chat[:1], "Write one sentence.") is None
+
+
+def test_candidates_never_show_the_attempt(tokenizer: ModelTokenizer) -> None:
+    attempt = Demonstration("Another request", "Step 1: keep 7")
+    synthetic = replace(SHOWN, reply="made up", synthetic=True)
+    found = candidate_contexts(
+        tokenizer,
+        ASK,
+        "Step 1: keep 7",
+        demonstrations=[attempt, SHOWN, synthetic],
+        hints=["Not 'Step 1: keep 7'!", "Be plain."],
+    )
+    assert [c.kind for c in found] == ["demonstration", "hint"]
+    assert not any("keep 7" in c.text for c in found)
+    cold = candidate_contexts(tokenizer, ASK, "x", demonstrations=[synthetic], memo=["No lists."])
+    assert [c.kind for c in cold] == ["memo", "synthetic"]
+    assert candidate_contexts(tokenizer, ASK, "x", demonstrations=[SHOWN], max_tokens=20) == ()
+
+
+def test_render_check_names_the_difference(tokenizer: ModelTokenizer) -> None:
+    served = tokenizer.render(ASK)
+    assert check_render(tokenizer, ASK, served) is None
+    reason = check_render(tokenizer, [{"role": "user", "content": "Other"}], served)
+    assert reason is not None and "part at" in reason
+    assert check_render(tokenizer, ASK, served[:-1]) is not None
+
+
+def test_the_context_nearest_to_the_policy_is_chosen() -> None:
+    torch.manual_seed(0)
+    old, far = torch.randn(6, 50).log_softmax(-1), torch.randn(6, 50).log_softmax(-1)
+    mask = torch.tensor([0, 1, 1, 1, 1, 1])
+    given = [Context("hint", (1,) * n, "") for n in (9, 5, 4)]
+    scores = dict(zip(given, (old, far, far), strict=True))
+    assert choose_context(old, mask, given, scores.__getitem__, 8)[0] == 0
+    assert choose_context(old, mask, given[1:], scores.__getitem__, 8)[0] == 1
+    with pytest.raises(ValueError, match="no context"):
+        choose_context(old, mask, [], scores.__getitem__)
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def test_a_step_writes_a_release_that_moved_the_policy(
+    policy: Policy, tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    trainer = a_trainer(policy, tokenizer, tmp_path)
+    result = trainer.run(a_job(four(tokenizer, policy), epochs=4))
+    release = read_release(result["release"])
+    release.verify()
+    assert (release.version, release.parent, release.status, release.servable) == (1, 0, "candidate", True)
+    assert release.turns == ("turn0", "turn1", "turn2", "turn3")
+    epochs = release.metrics["epochs"]
+    assert len(epochs) == 4 and epochs[-1]["opd"] < epochs[0]["opd"]
+    assert epochs[0]["clip_fraction"] == 0 and epochs[0]["kappa"] == pytest.approx(1, abs=1e-3)
+    assert release.metrics["update_norm"] > 0 and release.metrics["n_eff"] == 4
+    assert {c["name"] for c in release.gate["checks"]} == {
+        "non_finite_losses", "non_finite_tensors", "changed_tensors", "kl_to_base",
+    }  # fmt: skip
+    assert not list(tmp_path.glob("*/.tmp*"))
+    assert adapter_name("default", 12) == "default@12"
+    with pytest.raises(ModelError, match="scenario"):
+        version_folder(tmp_path, "../x", 1)
+
+
+def test_steps_follow_their_parent_from_memory_and_from_disk(
+    policy: Policy, tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    """A trainer that was restarted, or that trained something else in between, ends in the same weights."""
+    samples = four(tokenizer, policy)
+    hashes = []
+    for name, restart in (("warm", False), ("cold", True)):
+        trainer = a_trainer(policy, tokenizer, tmp_path / name)
+        trainer.run(a_job(samples))
+        if restart:
+            policy.fresh(99)
+            trainer = a_trainer(policy, tokenizer, tmp_path / name)
+        hashes.append(trainer.run(a_job(samples, 2, 1))["content_hash"])
+        other = trainer.run(a_job(samples, 3, 0))
+        assert other["content_hash"] == list_releases(tmp_path / name, "default")[0].content_hash
+    assert hashes[0] == hashes[1]
+
+
+def test_only_the_newest_releases_keep_optimizer_state(
+    policy: Policy, tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    trainer = a_trainer(policy, tokenizer, tmp_path)
+    one = four(tokenizer, policy)[:1]
+    for version in range(1, 6):
+        trainer.run(a_job(one, version, version - 1, epochs=1))
+    releases = list_releases(tmp_path, "default")
+    assert [(r.folder / OPTIMIZER).exists() for r in releases] == [False, False, True, True, True]
+    for release in releases:
+        release.verify()
+
+
+def test_a_kill_between_rename_and_result_reuses_the_release(
+    policy: Policy, tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    steps, releases = tmp_path / "steps", tmp_path / "releases"
+    job = a_job(four(tokenizer, policy))
+    folder = write_job(steps, job)
+    work(a_trainer(policy, tokenizer, releases), steps, once=True)
+    first = json.loads((folder / "result.json").read_text())
+    written = (releases / "default/v000001" / WEIGHTS).stat().st_mtime_ns
+    (folder / "result.json").unlink()
+    (releases / "default" / ".tmp-v000001-1").mkdir()
+    work(a_trainer(policy, tokenizer, releases), steps, once=True)
+    assert json.loads((folder / "result.json").read_text()) == first
+    assert (releases / "default/v000001" / WEIGHTS).stat().st_mtime_ns == written
+    assert not list(releases.glob("*/.tmp*")) and not pending(steps)
+    write_job(steps, replace(job, step="other", turns=("else",)))
+    work(a_trainer(policy, tokenizer, releases), steps, once=True)
+    assert "other turns" in json.loads((steps / "other/result.json").read_text())["error"]
+
+
+def test_broken_jobs_get_an_error_and_the_next_one_is_done(
+    policy: Policy, tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    steps = tmp_path / "steps"
+    samples = four(tokenizer, policy)
+    for name, text in (("a", "{not json"), ("b", '{"step": "b"}')):
+        (steps / name).mkdir(parents=True)
+        (steps / name / "job.json").write_text(text)
+    no_parent = write_job(steps, a_job(samples, 9, 8))
+    bad_ids = write_job(steps, a_job((replace(samples[0], prompt_ids=(99999,)),), 5))
+    good = write_job(steps, a_job(samples))
+    work(a_trainer(policy, tokenizer, tmp_path / "releases"), steps, once=True)
+    for folder in (steps / "a", steps / "b", no_parent, bad_ids):
+        assert json.loads((folder / "result.json").read_text())["error"]
+    assert json.loads((good / "result.json").read_text())["status"] == "candidate"
+    assert json.loads((steps / "trainer.json").read_text())["state"] == "idle"
+
+
+def test_a_dry_run_reports_and_writes_nothing(policy: Policy, tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+    trainer = a_trainer(policy, tokenizer, tmp_path)
+    job = a_job(four(tokenizer, policy))
+    report = trainer.dry_run(job)
+    json.dumps(report)
+    assert not list(tmp_path.iterdir())
+    assert report["after"]["opd"] < report["epochs"][0]["opd"] and report["epochs"][0]["grad_norm"] > 0
+    assert report["samples"][0]["contexts"] == ["demonstration"] and report["gate"]["passed"]
+    assert trainer.run(job)["metrics"]["update_norm"] == pytest.approx(report["update_norm"])
+
+
+def test_the_process_trains_once_and_stops_on_sigterm(
+    policy: Policy, tokenizer: ModelTokenizer, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    job = a_job(four(tokenizer, policy))
+    folder = write_job(tmp_path / "steps", job)
+    config = tmp_path / "recipe.json"
+    config.write_text('{"w_opd": 0.5}')
+    command = [sys.executable, "-m", "reef.train", "--model", str(tiny_model_dir), "--steps", str(tmp_path / "steps")]
+    command += ["--releases", str(tmp_path / "releases"), "--recipe", "tests.test_trainer:Plain", "--max-kl", "50"]
+    command += ["--recipe-config", str(config)]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        deadline = time.monotonic() + 60
+        while not (folder / "result.json").exists():
+            assert running.poll() is None and time.monotonic() < deadline, running.communicate(timeout=5)
+            time.sleep(0.05)
+    finally:
+        running.send_signal(signal.SIGTERM)
+        _, errors = running.communicate(timeout=30)
+    assert running.returncode == 0 and "Traceback" not in errors
+    result = json.loads((folder / "result.json").read_text())
+    trainer = Trainer(policy, Plain(Plain.Config(w_opd=0.5)), tokenizer, tmp_path / "again", limits=WIDE)
+    assert trainer.run(job)["content_hash"] == result["content_hash"]
+
+
+# --- the gate -------------------------------------------------------------------------------------
+
+
+class Nan(Plain):
+    """A recipe whose loss is no number."""
+
+    def loss(self, batch: Batch, policy: Scorer, reference: Scorer) -> Loss:
+        loss = super().loss(batch, policy, reference)
+        return replace(loss, total=loss.total * math.nan)
+
+
+def test_the_gate_refuses_what_is_no_number(policy: Policy, tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+    result = Trainer(policy, Nan(), tokenizer, tmp_path, limits=WIDE).run(a_job(four(tokenizer, policy)))
+    assert result["status"] == "rejected" and "non_finite_losses" in result["gate"]["reason"]
+    assert not read_release(result["release"]).servable
+    broken = {"a": torch.tensor([math.nan]), "b": torch.zeros(1)}
+    assert not gate.finite_weights(broken).passed and gate.finite_weights({"b": broken["b"]}).passed
+
+
+def test_the_gate_refuses_a_hundredfold_learning_rate(
+    policy: Policy, tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    """The rewards flipped and the step a hundred times too large; the sane step passes the same limit."""
+    samples = four(tokenizer, policy)
+    flipped = tuple(replace(s, reward=-s.reward, advantage=-(s.advantage or 0)) for s in samples)
+    trainer = a_trainer(policy, tokenizer, tmp_path, limits=gate.GateLimits(kl_to_base=0.1))
+    good = trainer.run(a_job(samples, lr=6e-4))
+    wild = trainer.run(a_job(flipped, 2, lr=6e-2))
+    assert good["status"] == "candidate", good["gate"]
+    assert wild["status"] == "rejected" and "kl_to_base" in wild["gate"]["reason"]
+    after = trainer.run(a_job(samples, 3, 1))
+    assert after["status"] == "candidate", "a rejected candidate must leave nothing behind"
+
+
+def test_the_gate_refuses_a_step_that_changed_nothing(
+    policy: Policy, tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    idle = tuple(replace(s, advantage=0.0, contexts=()) for s in four(tokenizer, policy))
+    result = a_trainer(policy, tokenizer, tmp_path).run(a_job(idle))
+    assert result["status"] == "rejected" and "changed_tensors" in result["gate"]["reason"]
+    assert result["metrics"]["n_eff"] == 0
+
+
+def test_reply_checks() -> None:
+    assert gate.repeated_ngrams([1, 2, 3, 4, 5]) == 0 and gate.repeated_ngrams([1, 2]) == 0
+    assert gate.repeated_ngrams([1] * 8) == pytest.approx(0.8)
+    assert gate.length_ratio([10, 10], [5, 5]) == gate.length_ratio([5], [10]) == 2
+    assert gate.missing_eos([[1, 2], [1, 3]], [2]) == 0.5
+    good, loops = [[1, 2, 3, 4, 5, 0]], [[7] * 30]
+    assert all(c.passed for c in gate.reply_checks(good, good, [0], gate.GateLimits()))
+    failed = {c.name for c in gate.reply_checks(loops, good, [0], gate.GateLimits()) if not c.passed}
+    assert failed == {"length_ratio", "repeated_4grams", "missing_eos"}
+    assert not gate.at_most("x", math.nan, 1).passed and gate.at_most("x", math.inf, 1).value is None
+
+
+def test_a_broken_release_hides_no_other(policy: Policy, tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+    trainer = a_trainer(policy, tokenizer, tmp_path)
+    result = trainer.run(a_job(four(tokenizer, policy)[:1], epochs=1))
+    (tmp_path / "default" / "v000002").mkdir()
+    (tmp_path / "default" / ".tmp-v000003-1").mkdir()
+    found = list_releases(tmp_path, "default")
+    assert [(r.version, r.status) for r in found] == [(1, "candidate"), (2, "broken")] and found[1].reason
+    weights = Path(result["release"]) / WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    with pytest.raises(ModelError, match="content hash"):
+        found[0].verify()
+    assert list_releases(tmp_path, "nobody") == []
