@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import random
 import threading
@@ -14,16 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from recipes.openclawrl.examples.openclawrl.student import (
     Check,
     Control,
+    LiveStatus,
     Problem,
     Reply,
     Result,
     ServiceNumbers,
     Session,
     Settings,
+    View,
     adapted_at,
     agreement,
     chance_of_run,
@@ -354,6 +358,31 @@ def test_the_control_asks_the_same_first_messages_untrained(serve: Any, tmp_path
         assert len(body["messages"]) == 1
     assert asyncio.run(run_control(server.url, tmp_path, 12, 5)).replies[:10] == control.replies
     assert len(server.requests) == 12
+
+
+# --- live view ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_view_shows_sessions_rate_and_what_the_service_says(serve: Any, tmp_path: Path, terminal: bool) -> None:
+    server, shown = serve(second_try), io.StringIO()
+    answers = iter([LiveStatus(judged=5, trained=4, version=2)])
+
+    async def status() -> LiveStatus:
+        return next(answers)  # the second call fails, as a service that went away does
+
+    async def watch() -> None:
+        console = Console(file=shown, force_terminal=terminal, width=120)
+        async with View(3, status, console=console, every_s=0.01) as view:
+            await asyncio.sleep(0)
+            await run_student(server.url, tmp_path, 3, 0, on_event=view.on_event)
+
+    asyncio.run(watch())
+    text = shown.getvalue()
+    if terminal:
+        assert "3/3" in text and "judged 5  trained 4  version 2" in text and "version ?" in text
+    else:
+        assert len(text.splitlines()) == 3 and "first reply fail  2 replies" in text and "0/3" in text
 
 
 # --- report ---------------------------------------------------------------------------------------

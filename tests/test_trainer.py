@@ -34,7 +34,7 @@ from reef.recipe import Loss, Scorer
 from reef.releases.chain import adapter_name, content_hash, list_releases, read_release, version_folder
 from reef.train import gate
 from reef.train.jobs import Job, pending, work, write_json
-from reef.train.lora import WEIGHTS, Policy
+from reef.train.lora import WEIGHTS, Policy, Reference
 from reef.train.sample import Batch, Context, Sample
 from reef.train.trainer import OPTIMIZER, Trainer
 
@@ -133,6 +133,16 @@ def test_an_untrained_adapter_and_the_reference_are_the_base(tiny_model_dir: Pat
             p.add_(0.05)
     assert torch.allclose(policy.reference.logits([5, 9], [30, 31, 32]), expected, atol=1e-5)
     assert not torch.allclose(policy.logits([5, 9], [30, 31, 32]), expected, atol=1e-2)
+
+
+def test_a_remembered_beginning_changes_no_logits(policy: Policy) -> None:
+    inputs = [([5, 9, 30, 7], [31, 32]), ([5, 9, 30, 7], [31, 32]), ([5, 9, 8], [1, 2, 3]), ([5], [9, 30]), ([4], [4])]
+    for prompt, reply in [*inputs, *inputs]:
+        remembered = policy.reference.logits(prompt, reply)
+        policy.reference.forget() if reply == [4] else None
+        fresh = Reference(policy).logits(prompt, reply)
+        assert remembered.shape == (len(reply), 384)
+        assert torch.allclose(remembered, fresh, atol=1e-5)
 
 
 def test_adapter_comes_back_from_its_folder(policy: Policy, tiny_model_dir: Path, tmp_path: Path) -> None:

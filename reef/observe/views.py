@@ -14,12 +14,13 @@ from sqlalchemy import Engine, func, select
 from reef.errors import NotFound
 from reef.sessions.fate import NOT_A_TURN, REACHED_JUDGE, WAITING, Fate
 from reef.store.log import LogReader
-from reef.store.schema import bindings, fates, releases, steps, turns, verdicts
+from reef.store.schema import bindings, exchanges, fates, releases, steps, turns, verdicts
 from reef.wire.chat import messages_of, reply_of
 
 
 class Views:
     def __init__(self, log: Engine, learn: Engine) -> None:
+        self._log = log
         self._learn = learn
         self._reader = LogReader(log)
 
@@ -49,6 +50,11 @@ class Views:
             running = c.execute(select(func.count()).select_from(steps).where(steps.c.status == "running")).scalar_one()
             newest = c.execute(select(releases.c.scenario, func.max(releases.c.version)).group_by(releases.c.scenario))
             versions = {row[0]: row[1] for row in newest}
+            unpublished = c.execute(
+                select(func.count())
+                .select_from(releases)
+                .where(releases.c.status == "released", releases.c.published.is_(None))
+            ).scalar_one()
             seconds = c.execute(select(func.sum(verdicts.c.seconds))).scalar() or 0.0
         return {
             "exchanges": funnel["exchanges"],
@@ -59,6 +65,7 @@ class Views:
             "waiting_for_batch": funnel["fates"].get(Fate.JUDGED.value, 0),
             "steps_running": running,
             "releases": versions,
+            "unpublished": unpublished,
             "judge_seconds": seconds,
         }
 
@@ -128,6 +135,27 @@ class Views:
             "verdicts": [dict(v._mapping) for v in said],
             "fates": [dict(f._mapping) for f in history],
         }
+
+    def verdicts(self) -> dict[str, int]:
+        """The newest verdict on each charged turn, by receipt."""
+        with self._learn.connect() as c:
+            query = select(verdicts.c.charged, verdicts.c.verdict).where(verdicts.c.charged.is_not(None))
+            return {row[0]: row[1] for row in c.execute(query.order_by(verdicts.c.seq))}
+
+    def judges(self) -> list[str]:
+        """Names of the judges that gave verdicts."""
+        with self._learn.connect() as c:
+            return sorted(c.execute(select(verdicts.c.judge).distinct()).scalars())
+
+    def busy_seconds(self) -> float:
+        """Time during which at least one request was being answered."""
+        with self._log.connect() as c:
+            spans = c.execute(select(exchanges.c.started, exchanges.c.time).order_by(exchanges.c.started)).all()
+        busy, end = 0.0, 0.0
+        for started, ended in spans:
+            busy += max(0.0, ended - max(started, end))
+            end = max(end, ended)
+        return busy
 
     def releases(self) -> list[dict[str, Any]]:
         """Every release, oldest first."""

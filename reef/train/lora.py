@@ -17,7 +17,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from reef.errors import ModelError
 
@@ -112,27 +112,60 @@ class Policy:
 
         The head runs at the response's positions only. An empty response gives [0, V].
         """
-        if not prompt_ids:
+        return self.predict([*prompt_ids, *response_ids[:-1]], len(response_ids))
+
+    def predict(self, ids: Sequence[int], count: int, cache: DynamicCache | None = None) -> Tensor:
+        """Logits after each of the last `count` of `ids` [count, V]; `cache` holds what comes before."""
+        if not ids:
             raise ValueError("a reply needs a prompt before it")
-        ids = [*prompt_ids, *response_ids[:-1]]
-        count = len(response_ids)
         out = self.model(
-            input_ids=torch.tensor([ids], device=self.device), logits_to_keep=max(count, 1), use_cache=False
+            input_ids=torch.tensor([ids], device=self.device),
+            cache=cache,
+            use_cache=cache is not None,
+            logits_to_keep=max(count, 1),
         )
         return out.logits[0, :count].float()
 
 
 class Reference:
-    """The frozen base behind a policy's adapter: the same memory, no gradient."""
+    """The frozen base behind a policy's adapter: the same memory, no gradient.
 
-    def __init__(self, policy: Policy) -> None:
+    It remembers the keys and values of its last few inputs and computes only what follows the longest
+    beginning shared with one of them: within a step the same demonstration precedes many prompts.
+    """
+
+    def __init__(self, policy: Policy, remembered: int = 4) -> None:
         self.policy = policy
+        self._remembered = remembered
+        self._inputs: list[tuple[list[int], DynamicCache]] = []
+
+    def forget(self) -> None:
+        """Drop what is remembered. A step that starts so depends on nothing before it, to the last bit."""
+        self._inputs.clear()
 
     @torch.no_grad()
     def logits(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Tensor:
         """Logits of the base that predict each response token, float32 [T, V]."""
+        ids = [*prompt_ids, *response_ids[:-1]]
+        cache, start = self._beginning(ids, len(prompt_ids) - 1)
         with self.policy.model.disable_adapter():
-            return self.policy.logits(prompt_ids, response_ids)
+            logits = self.policy.predict(ids[start:], len(response_ids), cache)
+        self._inputs = [*self._inputs, (ids, cache)][-self._remembered :]
+        return logits
+
+    def _beginning(self, ids: Sequence[int], limit: int) -> tuple[DynamicCache, int]:
+        """A copy of the longest remembered beginning of `ids`, at most `limit` tokens, and its length."""
+        shared = [next((i for i, (a, b) in enumerate(zip(ids, old, strict=False)) if a != b), min(len(ids), len(old)))
+                  for old, _ in self._inputs]  # fmt: skip
+        length = min(max(shared, default=0), limit)
+        copy = DynamicCache()
+        if length > 0:
+            entry = self._inputs.pop(shared.index(max(shared)))
+            self._inputs.append(entry)
+            for index, layer in enumerate(entry[1].layers):
+                if layer.keys is not None and layer.values is not None:
+                    copy.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)
+        return copy, max(length, 0)
 
 
 def _plain(value: Any) -> Any:

@@ -108,6 +108,7 @@ class Trainer:
     def _step(self, job: Job, batch: Batch | None = None) -> tuple[dict[str, Any], gate.Verdict]:
         self._stand_at(job)
         self._at = None
+        self.policy.reference.forget()
         before = self.policy.tensors()
         epochs = self._train(job, batch or self._batch(job))
         after = self.policy.tensors()

@@ -19,7 +19,11 @@ from reef.errors import ConfigError
 STREAM = Path(__file__).with_name("stream72.json")
 """Row numbers (from 0) of the 72 problems of the published homework stream, in its order."""
 
-REQUEST = "Please show all the steps one by one so I can follow."
+REQUESTS = (
+    "Please show all the steps so I can follow.",
+    "Please show all the steps one by one so I can follow.",
+)
+"""How the student asks; the second makes an untrained 135M model number its steps far more often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,38 +49,12 @@ class Template:
 
 
 SHE = (
-    "Ana",
-    "Mia",
-    "Lena",
-    "Sara",
-    "Nora",
-    "Ruth",
-    "Ines",
-    "Clara",
-    "Maya",
-    "Julia",
-    "Emma",
-    "Dora",
-    "Rosa",
-    "Lily",
-    "Vera",
+    *("Ana", "Mia", "Lena", "Sara", "Nora", "Ruth", "Ines", "Clara"),
+    *("Maya", "Julia", "Emma", "Dora", "Rosa", "Lily", "Vera"),
 )
 HE = (
-    "Tom",
-    "Ben",
-    "Omar",
-    "Leo",
-    "Ivan",
-    "Paul",
-    "Hugo",
-    "Sam",
-    "Jack",
-    "Noah",
-    "Adam",
-    "Luis",
-    "Karl",
-    "Max",
-    "Peter",
+    *("Tom", "Ben", "Omar", "Leo", "Ivan", "Paul", "Hugo", "Sam"),
+    *("Jack", "Noah", "Adam", "Luis", "Karl", "Max", "Peter"),
 )
 NAMES = (*((name, "she") for name in SHE), *((name, "he") for name in HE))
 
@@ -238,7 +216,7 @@ def generated(seed: int, index: int) -> Problem:
     name, he = rng.choice(NAMES)
     a, b, c = (rng.choice(range(*bound)) for bound in template.bounds)
     story = template.text.format(name=name, he=he, He=he.capitalize(), a=a, b=b, c=c, ab=a * b)
-    return Problem(f"{story} {REQUEST}", template.answer(a, b, c), template.name)
+    return Problem(f"{story} {rng.choice(REQUESTS)}", template.answer(a, b, c), template.name)
 
 
 def gsm8k(path: Path) -> list[Problem]:
@@ -249,7 +227,7 @@ def gsm8k(path: Path) -> list[Problem]:
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         picked = [(n, rows[n]) for n in json.loads(STREAM.read_text())]
-        return [Problem(f"{r['question']} {REQUEST}", _solution(r["answer"]), f"gsm8k/{n}") for n, r in picked]
+        return [Problem(f"{r['question']} {REQUESTS[0]}", _solution(r["answer"]), f"gsm8k/{n}") for n, r in picked]
     except OSError as error:
         raise ConfigError(f"the GSM8K file {path} can't be read: {error.strerror}") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:

@@ -17,7 +17,7 @@ from .rule import Check
 COMPLAINTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "bold": (
         (
-            "hm, this shouts at me with those thick words.",
+            "this shouts at me with those thick words.",
             "my notebook has no fat letters, this looks odd in it.",
             "the stars around the words get in my way.",
             "why are some words so loud?",

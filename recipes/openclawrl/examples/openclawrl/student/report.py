@@ -152,9 +152,10 @@ def draw(path: Path, result: Result, control: Control) -> None:
     upper.plot(range(1, len(untrained) + 1), _cumulative(untrained), color="0.5", label="untrained control")
     upper.plot(x, [control.pass_rate * k for k in x], ":", color="0.5", label=f"untrained rate {control.pass_rate:.2f}")
     upper.set(ylabel="first replies accepted so far", title=f"Hidden preference, {n} sessions, seed {result.seed}")
-    for name, kinds, color in (("list", LISTS, "C1"), ("bold", ("bold",), "C3"), ("step labels", ("steps",), "C4")):
+    lines = (("list", LISTS, "C1", "-"), ("step labels", ("steps",), "C4", "-"), ("bold", ("bold",), "C3", "-."))
+    for name, kinds, color, style in lines:
         flags = [_has(s.replies[0] if s.replies else None, kinds) for s in result.sessions]
-        lower.plot(x, rolling(flags), color=color, label=name)
+        lower.plot(x, rolling(flags), style, color=color, label=name)
     lower.set(xlabel="session", ylabel=f"share of the last {WINDOW} first replies", ylim=(-0.03, 1.03))
     adapted = adapted_at(result.passes)
     for axes in (upper, lower):

@@ -24,7 +24,7 @@ CALCULATIONS = 1
 
 MARKUP: Mapping[str, re.Pattern[str]] = {
     "bold": re.compile(r"\*\*[^*\n]+\*\*|__[^_\n]+__|<b>|<strong>|(?<![\w*])\*[A-Za-z][^*\n]*\*(?![\w*])", re.I),
-    "heading": re.compile(r"^[ \t]{0,3}(#{1,6}[ \t]+\S|[A-Z]\w*(?:[ \t]\w+){0,2}:[ \t]*$|={3,}[ \t]*$)", re.M),
+    "heading": re.compile(r"^[ \t]{0,3}(#{1,6}[ \t]+\S|[A-Z][\w-]*(?:[ \t][\w-]+){0,2}:[ \t]*$|={3,}[ \t]*$)", re.M),
     "bullets": re.compile(r"^[ \t]*(?:[-*+•‣◦–—]|[a-z]\))[ \t]+\S", re.M | re.I),
     "numbered": re.compile(r"^[ \t>]*\(?\d{1,2}[.):](?:[ \t]+\S|[ \t]*$)", re.M),
     "steps": re.compile(r"\bstep\s*(?:#\s*)?(?:\d+|one|two|three|four)\b\s*[:.)\-–]|^[ \t]*step\s+\d+\b", re.I | re.M),
