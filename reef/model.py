@@ -57,9 +57,8 @@ def resolve(name: str, *, cache: Path | None = None, progress: Progress = _silen
     try:
         from huggingface_hub import snapshot_download
 
-        return _complete(
-            Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
-        )
+        wanted = ["*.json", "*.safetensors", "*.jinja", "*.model"]
+        return _complete(Path(snapshot_download(name, allow_patterns=wanted)))
     except ModelError:
         raise
     except Exception as error:  # the hub client raises dozens of kinds; each means the model can't be had

@@ -8,7 +8,6 @@ tokenizer, no batch and no file.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,6 +17,7 @@ from torch import Tensor
 
 NOTHING = -1e4
 """log-probability of a support slot that is not in use: its probability and its gradient are 0"""
+SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,9 @@ def full_kl(p: Tensor, q: Tensor) -> Tensor:
 
 def full_jsd(p: Tensor, q: Tensor) -> Tensor:
     """Jensen-Shannon divergence, [T], at most ln 2."""
-    m = torch.logaddexp(p, q) - math.log(2)
-    return (full_kl(q, m) + full_kl(p, m)) / 2
+    a, b = p.exp(), q.exp()
+    m = ((a + b) / 2).clamp(min=SMALLEST).log()
+    return (b * (q - m) + a * (p - m)).sum(-1) / 2
 
 
 def support(old: Tensor, teacher: Tensor, k: int) -> tuple[Tensor, Tensor]:

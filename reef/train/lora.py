@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from reef.errors import ModelError
 
@@ -163,8 +164,9 @@ class Reference:
             entry = self._inputs.pop(shared.index(max(shared)))
             self._inputs.append(entry)
             for index, layer in enumerate(entry[1].layers):
-                if layer.keys is not None and layer.values is not None:
-                    copy.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)
+                known = cast(DynamicLayer, layer)
+                if known.keys is not None and known.values is not None:
+                    copy.update(known.keys[:, :, :length], known.values[:, :, :length], index)
         return copy, max(length, 0)
 
 

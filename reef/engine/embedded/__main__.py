@@ -50,14 +50,17 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _serve(options: argparse.Namespace, sock: socket.socket) -> None:
+    from reef.model import resolve
+
+    path = resolve(options.model)  # before the slow imports, so that a wrong name is known at once
+
     import uvicorn
 
     from reef.engine.embedded.app import create_app
     from reef.engine.embedded.engine import Engine
-    from reef.model import resolve
 
     engine = Engine.load(
-        resolve(options.model),
+        path,
         name=options.name,
         dtype=options.dtype,
         threads=options.threads,

@@ -60,18 +60,13 @@ class Policy:
     def prefill(self, row: Row, ids: Sequence[int], *, last: bool) -> Tensor | None:
         """Append prompt ids to a row; with `last`, float32 logits [V] of what follows them."""
         self._route.spans = [(row.adapter, 0, len(ids))] if row.adapter else []
-        position = torch.arange(row.length, row.length + len(ids)).unsqueeze(0)
-        inputs: dict[str, Any] = {
-            "input_ids": torch.tensor([ids]),
-            "position_ids": position,
-            "use_cache": False,
-            "chunk": _Chunk.of(row, len(ids), self.dtype),
-        }
-        logits = None
+        positions = torch.arange(row.length, row.length + len(ids)).unsqueeze(0)
+        chunk = _Chunk.of(row, len(ids), self.dtype)
+        logits: Tensor | None = None
         if last:
-            logits = self.model(**inputs, logits_to_keep=1).logits[0, 0].float()
+            logits = self._forward(self.model, ids, positions, chunk=chunk, logits_to_keep=1).logits[0, 0].float()
         else:
-            self.model.base_model(**inputs)
+            self._forward(self.model.base_model, ids, positions, chunk=chunk)
         row.length += len(ids)
         return logits
 
@@ -83,11 +78,14 @@ class Policy:
         """
         self._route.spans = _spans(rows)
         positions = torch.tensor([[row.length for row in rows]])
-        inputs = {"input_ids": torch.tensor([tokens]), "position_ids": positions, "use_cache": False, "rows": rows}
-        logits: Tensor = self.model(**inputs).logits[0].float()
+        logits: Tensor = self._forward(self.model, tokens, positions, rows=rows).logits[0].float()
         for row in rows:
             row.length += 1
         return logits
+
+    def _forward(self, model: Any, ids: Sequence[int], positions: Tensor, **more: Any) -> Any:
+        """`more` reaches `_attention` through every layer."""
+        return model(input_ids=torch.tensor([list(ids)]), position_ids=positions, use_cache=False, **more)
 
 
 @dataclass(frozen=True, slots=True)

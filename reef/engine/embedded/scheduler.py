@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -33,7 +34,7 @@ class Job:
 
     prompt: tuple[int, ...]
     max_tokens: int
-    settings: Settings = Settings()
+    settings: Settings
     stops: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     """ids that end the answer and are not part of its text"""
@@ -225,11 +226,10 @@ class Scheduler:
     def _fail(self, tickets: Sequence[Ticket], message: str) -> None:
         for ticket in tickets:
             ticket.cancelled, ticket.row = True, None
-            try:
-                ticket.emit(Failure(message))
-            except RuntimeError:
-                pass  # its event loop is closed: nobody waits for it any more
         self._sweep()
+        for ticket in tickets:
+            with suppress(RuntimeError):  # its event loop is closed: nobody waits for it any more
+                ticket.emit(Failure(message))
 
 
 def _uid(ticket: Ticket) -> int:
