@@ -153,6 +153,10 @@ class Recipe(Protocol):
         """Finish a batch in arrival order (advantages); `carried` is what the last step returned."""
         ...
 
+    def active(self, sample: Sample) -> bool:
+        """Whether the sample has a trained token and a term: `Batch.n_eff` counts these."""
+        ...
+
     def loss(self, batch: Batch, policy: Scorer, reference: Scorer) -> Loss:
         """The micro-batch's share of the step's loss. `reference` is the frozen base."""
         ...

@@ -27,7 +27,7 @@ import httpx
 
 from reef.config import Config
 from reef.errors import ConfigError, ModelError, ReefError, StoreError
-from reef.learner.steps import write_json
+from reef.store.files import write_json
 
 log = logging.getLogger("reef.service")
 RESTART_PAUSES_S = (0.5, 1.0, 2.0, 5.0, 15.0)

@@ -48,6 +48,9 @@ class ReportsOnly:
         formed = [replace(s, advantage=float(s.reward)) for s in samples]
         return formed, {"steps": carried.get("steps", 0) + 1}
 
+    def active(self, sample: Sample) -> bool:
+        return any(sample.mask) and bool(sample.advantage)
+
     def loss(self, batch: Batch, policy: Scorer, reference: Scorer) -> Loss:
         import torch
 

@@ -54,7 +54,12 @@ class Script:
 
 def _entry(token: int) -> dict[str, Any]:
     top = [{"token": f"token_id:{token + k}", "logprob": logprob(token) - k, "bytes": [65]} for k in range(TOP)]
-    return {"token": f"token_id:{token}", "logprob": logprob(token), "bytes": list(chr(token).encode()), "top_logprobs": top}
+    return {
+        "token": f"token_id:{token}",
+        "logprob": logprob(token),
+        "bytes": list(chr(token).encode()),
+        "top_logprobs": top,
+    }
 
 
 def scripted_app(script: Script) -> Starlette:

@@ -78,6 +78,3 @@ def stack(tmp: Path, **settings: str) -> Iterator[Stack]:
             log = open_database(config.store.log_url, LOG)
             learn = open_database(config.store.learn_url, LEARN)
             yield Stack(url, config.store.dir, script, LogReader(log), LearnStore(learn), Views(log, learn))
-
-
-

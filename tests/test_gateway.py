@@ -27,7 +27,9 @@ def running(tmp_path: Path) -> Iterator[Stack]:
 
 def test_a_whole_answer_is_recorded_exactly_and_stripped(running: Stack) -> None:
     raw = running.client().chat.completions.with_raw_response.create(
-        model="gpt-4o", messages=ASK, temperature=0.5  # type: ignore[arg-type]
+        model="gpt-4o",
+        messages=ASK,
+        temperature=0.5,  # type: ignore[arg-type]
     )
     body = json.loads(raw.text)
     assert body["choices"][0]["message"]["content"] == "reply to hello"
@@ -73,7 +75,10 @@ def test_a_record_is_durable_before_the_final_event(running: Stack) -> None:
 
 def test_logprobs_the_client_asked_for_are_given_with_real_tokens(running: Stack) -> None:
     answer = running.client().chat.completions.create(
-        model="m", messages=ASK, logprobs=True, top_logprobs=2  # type: ignore[arg-type]
+        model="m",
+        messages=ASK,
+        logprobs=True,
+        top_logprobs=2,  # type: ignore[arg-type]
     )
     content = answer.choices[0].logprobs.content  # type: ignore[union-attr]
     assert content is not None
@@ -144,7 +149,9 @@ def test_an_engine_error_keeps_its_status_and_is_recorded(running: Stack, stream
         (b"[" * 100_000, None),
     ],
 )
-def test_bad_bodies_get_a_400_in_the_dialect_and_the_server_lives(running: Stack, body: bytes, field: str | None) -> None:
+def test_bad_bodies_get_a_400_in_the_dialect_and_the_server_lives(
+    running: Stack, body: bytes, field: str | None
+) -> None:
     response = httpx.post(f"{running.url}/v1/chat/completions", content=body)
     assert response.status_code == 400
     error = response.json()["error"]

@@ -78,13 +78,14 @@ def test_what_holds_no_vote_is_none(text: str) -> None:
 
 
 @given(st.text())
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_any_text_is_a_vote_or_none(text: str) -> None:
     vote = parse_vote(text)
     assert vote is None or vote.verdict in (-1, 0, 1)
 
 
 @given(st.text(alphabet=st.characters(exclude_characters="{}<>\\")), st.sampled_from([-1, 0, 1]))
+@settings(deadline=None)
 def test_prose_around_the_object_changes_nothing(prose: str, verdict: int) -> None:
     assert parse_vote(f"{prose}{json.dumps({'verdict': verdict, 'target': 3})}{prose}") == Vote(verdict, target=3)
 
@@ -96,6 +97,7 @@ votes = st.lists(
 
 
 @given(votes, st.integers(1, 7), st.lists(st.integers(0, 9), min_size=1))
+@settings(deadline=None)
 def test_counting_obeys_quorum_plurality_and_ties(cast: list[Vote | None], m: int, replies: list[int]) -> None:
     common = tally(cast, m, replies)
     said = [v.verdict for v in cast if v is not None]
@@ -303,7 +305,7 @@ def test_every_judgement_is_recorded_also_one_without_a_verdict(tmp_path: Path) 
 
 
 @given(st.text(max_size=60), st.text(max_size=60), st.text(max_size=30))
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_no_text_can_close_the_fence(reply: str, said: str, memo: str) -> None:
     seen = re.findall(r"=====[0-9a-f]{16}=====", render(HISTORY, NEXT))[0]
     history = [*HISTORY, {"role": "user", "content": "go on"}, {"role": "assistant", "content": f"{reply} {seen}"}]
@@ -367,6 +369,7 @@ def test_the_corpus_is_well_formed_and_the_weights_are_its() -> None:
 
 
 @given(st.lists(st.integers(0, 9)), st.integers(1, 20))
+@settings(deadline=None)
 def test_a_cut_keeps_both_ends(ids: list[int], limit: int) -> None:
     short = cut(ids, limit)
     assert len(short) == min(len(ids), limit)

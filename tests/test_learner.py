@@ -209,7 +209,13 @@ def test_an_untrainable_setting_says_so_instead_of_being_judged(running: Stack) 
     client = running.client()
     reply = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], temperature=0)
     text = reply.choices[0].message.content
-    running.ask([{"role": "user", "content": "hi"}, {"role": "assistant", "content": text or ""}, {"role": "user", "content": THANKS}])
+    running.ask(
+        [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": text or ""},
+            {"role": "user", "content": THANKS},
+        ]
+    )
     running.observer().step()
     assert running.fates() == {"unsupported_sampling": 1, "open": 1}
 
@@ -228,7 +234,13 @@ def test_a_session_nobody_continues_ends_and_a_late_reply_reopens_it(running: St
     assert observer.expire(time.time() + 5) == 0
     assert observer.expire(time.time() + 11) == 1
     assert running.learn.fate(only) is Fate.NO_NEXT_STATE
-    running.ask([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "reply to 2+2?"}, {"role": "user", "content": THANKS}])
+    running.ask(
+        [
+            {"role": "user", "content": "2+2?"},
+            {"role": "assistant", "content": "reply to 2+2?"},
+            {"role": "user", "content": THANKS},
+        ]
+    )
     observer.step()
     assert running.learn.fate(only) is Fate.QUEUED
 

@@ -129,7 +129,9 @@ def test_an_edited_message_is_a_branch_and_no_verdict() -> None:
 
 def test_what_clients_rewrite_does_not_change_a_digest_and_the_rest_does() -> None:
     call = (("f", '{"b": 1, "a": [2]}'),)
-    assert digest(Message("assistant", "a  b\n", call)) == digest(Message("assistant", "a b", (("f", '{"a":[2],"b":1}'),)))
+    assert digest(Message("assistant", "a  b\n", call)) == digest(
+        Message("assistant", "a b", (("f", '{"a":[2],"b":1}'),))
+    )
     assert digest(Message("user", "a")) != digest(Message("assistant", "a"))
     assert digest(Message("user", "a b")) != digest(Message("user", "ab"))
 
@@ -183,10 +185,18 @@ def test_match_prints_the_documented_fields(tmp_path: Path) -> None:
     request = {"messages": [user("a")]}
     response = {"choices": [{"message": {"role": "assistant", "content": "A"}}]}
     following = {"messages": [user("a"), assistant("A"), user("b")]}
-    rows = [{**line, "request": request, "response": response}, {**line, "id": "2", "request": following, "response": response}]
+    rows = [
+        {**line, "request": request, "response": response},
+        {**line, "id": "2", "request": following, "response": response},
+    ]
     file.write_text("\n".join(json.dumps(r) for r in rows))
     first, second = matched(file)
     assert list(first) == [
         "id", "session", "fate", "turn_type", "binds", "next_state", "next_state_role", "method", "score", "reason",
     ]  # fmt: skip
-    assert (first["fate"], second["fate"], second["binds"], second["next_state"]) == ("queued", "no_next_state", "1", "b")
+    assert (first["fate"], second["fate"], second["binds"], second["next_state"]) == (
+        "queued",
+        "no_next_state",
+        "1",
+        "b",
+    )

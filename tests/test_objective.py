@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from recipes.openclawrl.advantage import baseline_advantages
 from recipes.openclawrl.objective import (
     OPENCLAW,
     REEF,
     Anchor,
     Objective,
     anchor,
-    baseline_advantages,
     clipped,
     distance,
     full_jsd,

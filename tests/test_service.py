@@ -154,9 +154,7 @@ def test_a_port_in_use_is_a_clear_error(tmp_path: Path, tiny_model_dir: Path) ->
 
 def reef(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     code = "from reef.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize(

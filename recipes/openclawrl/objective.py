@@ -8,7 +8,6 @@ tokenizer, no batch and no file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -144,25 +143,6 @@ def clipped(logp: Tensor, old: Tensor, advantage: float, low: float = 0.2, high:
     """Which tokens have left the trust region in the direction the reward pushes, bool [T]."""
     rho = (logp - old).exp()
     return rho > 1 + high if advantage > 0 else rho < 1 - low
-
-
-def baseline_advantages(
-    rewards: Sequence[int | None], ema: float = 0.2, start: float = 0.0, negative_scale: float = 0.25, clip: float = 2.0
-) -> tuple[list[float], float]:
-    """Rewards in arrival order minus a running mean: the advantages, and the mean to carry on.
-
-    The mean is updated after use. A reward of 0 or None has no RL term: advantage 0, mean unchanged.
-    """
-    mean, advantages = start, []
-    for reward in rewards:
-        if not reward:
-            advantages.append(0.0)
-            continue
-        gain = reward - mean
-        gain *= negative_scale if gain < 0 else 1.0
-        advantages.append(max(-clip, min(clip, gain)))
-        mean += ema * (reward - mean)
-    return advantages, mean
 
 
 def opd_mask(mask: Tensor, drop: int = 2, thinking_ends: Tensor | None = None) -> Tensor:

@@ -2,20 +2,24 @@
 
 A candidate context is rendered with the policy's own chat template and the reply's ids are copied
 behind it, so that positions align exactly. Invariant: a context never contains the reply it is to
-judge. This module knows the messages and the scorers it is given; no database, judge or server.
+judge. This module knows the messages and the scorers it is given; no database, judge or server. It
+imports torch only to compute, so that contexts can be rendered in a process without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from recipes.openclawrl.objective import Anchor, Objective, anchor, pick, sample_loss
 from reef.recipe import Loss, Scorer, Tokenizer
 from reef.train.sample import Batch, Context, Sample
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from recipes.openclawrl.objective import Anchor, Objective
 
 HEADING = "How the answer should be:"
 """stands between the user's request and what hindsight adds to it"""
@@ -159,6 +163,10 @@ def loss(batch: Batch, policy: Scorer, reference: Scorer, objective: Objective) 
     the step's `n_eff`: shares of micro-batches add up. `batch.fixed["replay"]`, if the trainer put
     (prompt ids, response ids) there, is the generic prompt of the `beta_replay` term.
     """
+    import torch
+
+    from recipes.openclawrl.objective import sample_loss
+
     shares: list[Tensor] = []
     terms: dict[str, float] = {}
     samples = [s for s in batch.samples if active(s, objective)]
@@ -188,6 +196,8 @@ def loss(batch: Batch, policy: Scorer, reference: Scorer, objective: Objective) 
 
 
 def _tensors(sample: Sample, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    import torch
+
     return (
         torch.tensor(sample.response_ids, device=device),
         torch.tensor(sample.mask, device=device),
@@ -198,6 +208,10 @@ def _tensors(sample: Sample, device: torch.device) -> tuple[Tensor, Tensor, Tens
 def _fix(
     sample: Sample, logits: Tensor, tokens: Tensor, mask: Tensor, reference: Scorer, objective: Objective
 ) -> Anchor:
+    import torch
+
+    from recipes.openclawrl.objective import anchor, pick
+
     def score(prompt_ids: Sequence[int]) -> Tensor:
         return (reference.logits(prompt_ids, sample.response_ids) / sample.tau).log_softmax(-1)
 
@@ -213,6 +227,8 @@ def _fix(
 
 def _replay_kl(batch: Batch, replay: tuple[Sequence[int], Sequence[int]], policy: Scorer, reference: Scorer) -> Tensor:
     """KL(policy || base), mean over the replayed reply, whole vocabulary, temperature 1."""
+    import torch
+
     if "replay base" not in batch.fixed:
         with torch.no_grad():
             batch.fixed["replay base"] = reference.logits(*replay).log_softmax(-1).half()

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from reef.learner.turns import Turns
 from reef.recipe import Recipe, Refusal
 from reef.releases.chain import read_release
 from reef.sessions.fate import Fate
+from reef.store.files import write_json
 from reef.store.learn import LearnStore, StepRow
 from reef.store.log import LogReader
 from reef.train.sample import Sample
@@ -215,14 +214,3 @@ class Steps:
 
 def _failing(gate: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [check for check in gate.get("checks", ()) if not check["passed"]]
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Write atomically: a reader sees the whole file or none; it survives a power cut."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-    with temporary.open("w") as file:
-        json.dump(data, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -8,7 +8,6 @@ storage. This module knows neither.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from reef.errors import ReefError, StoreError
+from reef.store.files import write_json
 from reef.train.sample import Sample
 
 
@@ -58,13 +58,6 @@ class Job:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(f"job can't be read: {error!r}") from error
-
-    @property
-    def n_eff(self) -> int:
-        """Samples with a trained token and a term: a reward that pushes, or a context to learn from."""
-        return sum(
-            any(s.mask) and bool(s.advantage or (s.advantage is None and s.reward) or s.contexts) for s in self.samples
-        )
 
 
 class Runner(Protocol):
@@ -129,15 +122,6 @@ def do(trainer: Runner, folder: Path) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a JSON file so that a reader sees all of it or none, also after a power cut."""
-    scratch = path.with_name(f".{path.name}-{os.getpid()}")
-    scratch.write_text(dumps(data))
-    fsync(scratch)
-    scratch.replace(path)
-    fsync(path.parent)
-
-
 def _tell(steps: Path, state: str, step: str = "", reason: str = "") -> None:
     """Say what the trainer does, for whoever looks; never a reason to stop."""
     if reason:
@@ -147,25 +131,3 @@ def _tell(steps: Path, state: str, step: str = "", reason: str = "") -> None:
         write_json(steps / "trainer.json", report)
     except OSError:
         pass
-
-
-def dumps(data: Any) -> str:
-    """Strict JSON for people and programs; a number that is not finite becomes null."""
-    return json.dumps(_finite(data), indent=1, allow_nan=False, default=str) + "\n"
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, float):
-        return data if math.isfinite(data) else None
-    if isinstance(data, Mapping):
-        return {str(k): _finite(v) for k, v in data.items()}
-    return [_finite(v) for v in data] if isinstance(data, list | tuple) else data
-
-
-def fsync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

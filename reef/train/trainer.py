@@ -23,8 +23,9 @@ from torch import Tensor
 from reef.errors import ModelError
 from reef.recipe import Loss, Scorer, Tokenizer
 from reef.releases.chain import MANIFEST, content_hash, list_releases, read_release, version_folder
+from reef.store.files import dumps, fsync
 from reef.train import gate
-from reef.train.jobs import Job, dumps, fsync
+from reef.train.jobs import Job
 from reef.train.lora import Policy
 from reef.train.sample import Batch, Sample
 
@@ -34,7 +35,8 @@ KEPT_OPTIMIZERS = 3
 
 
 class LossFunction(Protocol):
-    """The part of a recipe that trains."""
+    """The part of a recipe that trains. One that also has `active(sample) -> bool` says itself which
+    samples have a term; for others `has_term` does."""
 
     def loss(self, batch: Batch, policy: Scorer, reference: Scorer) -> Loss: ...
 
@@ -103,21 +105,24 @@ class Trainer:
     # --- one step ---
 
     def _batch(self, job: Job) -> Batch:
-        return Batch(job.samples, job.n_eff, {"replay": self.replays[job.seed % len(self.replays)]})
+        counts = getattr(self.recipe, "active", has_term)
+        replay = self.replays[job.version % len(self.replays)]
+        return Batch(job.samples, sum(bool(counts(s)) for s in job.samples), {"replay": replay})
 
     def _step(self, job: Job, batch: Batch | None = None) -> tuple[dict[str, Any], gate.Verdict]:
         self._stand_at(job)
         self._at = None
         self.policy.reference.forget()
         before = self.policy.tensors()
-        epochs = self._train(job, batch or self._batch(job))
+        batch = batch or self._batch(job)
+        epochs = self._train(job, batch)
         after = self.policy.tensors()
         started = time.time()
         verdict = self._gate(before, after, epochs)
         moved = math.sqrt(sum(float((after[n] - before[n]).square().sum()) for n in after))
         metrics = {
             "epochs": epochs,
-            "n_eff": job.n_eff,
+            "n_eff": batch.n_eff,
             "lr": job.lr,
             "trained_tokens": sum(sum(s.mask) for s in job.samples),
             "update_norm": moved,
@@ -246,6 +251,12 @@ class Trainer:
         for release in list_releases(self.releases, job.scenario)[:-KEPT_OPTIMIZERS]:
             if release.version != job.parent:
                 (release.folder / OPTIMIZER).unlink(missing_ok=True)
+
+
+def has_term(sample: Sample) -> bool:
+    """Whether a sample has a trained token and a reward that pushes or a context to learn from."""
+    pushed = sample.reward if sample.advantage is None else sample.advantage
+    return any(sample.mask) and bool(pushed or sample.contexts)
 
 
 def _result(job: Job, target: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional as fn
 
@@ -77,7 +77,8 @@ class Head:
         tensors = {f"{n}.{s}": t for n, pair in self.adapter.items() for s, t in zip("ab", pair, strict=True)}
         tensors |= {"head.weight": self.weight, "head.bias": self.bias}
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({n: t.detach().half().contiguous() for n, t in tensors.items()}, folder / "weights.safetensors")
+        packed = save({n: t.detach().half().contiguous() for n, t in tensors.items()})
+        (folder / "weights.safetensors").write_bytes(packed)
         (folder / "weights.json").write_text(json.dumps(self.card, indent=1) + "\n", encoding="utf-8")
 
     def probabilities(self, logits: Tensor) -> Tensor:

@@ -33,15 +33,15 @@ _log = logging.getLogger(__name__)
 class Settings:
     """How the shipped weights were trained."""
 
-    first: int = 8
+    first: int = 12
     """lowest layer with an adapter"""
     depth: int = 24
     """layers of the base that are used"""
     rank: int = 8
     alpha: float = 16.0
-    epochs: int = 6
+    epochs: int = 4
     batch: int = 16
-    lr: float = 8e-4
+    lr: float = 1e-3
     weight_decay: float = 0.01
     dropout: float = 0.1
     """of the pooled hidden states"""

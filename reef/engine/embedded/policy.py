@@ -78,7 +78,7 @@ class Policy:
         """
         self._route.spans = _spans(rows)
         positions = torch.tensor([[row.length for row in rows]])
-        logits: Tensor = self._forward(self.model, tokens, positions, rows=rows).logits[0].float()
+        logits: Tensor = self._forward(self.model, tokens, positions, step=_Step.of(rows)).logits[0].float()
         for row in rows:
             row.length += 1
         return logits
@@ -103,6 +103,29 @@ class _Chunk:
         return _Chunk(row, size, mask)
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A decode step's views into its rows, [layer][row], made once for all layers."""
+
+    slots: list[tuple[Tensor, ...]]
+    """where the new key and value go, [2, kv_heads, head_dim]"""
+    keys: list[tuple[Tensor, ...]]
+    """all keys with the new one, [1, kv_heads, columns, head_dim]"""
+    values: list[tuple[Tensor, ...]]
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> _Step:
+        return _Step(
+            slots=_by_layer([row.kv[:, :, :, row.length] for row in rows]),
+            keys=_by_layer([row.kv[:, 0, None, :, : row.length + 1] for row in rows]),
+            values=_by_layer([row.kv[:, 1, None, :, : row.length + 1] for row in rows]),
+        )
+
+
+def _by_layer(views: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(view.unbind(0) for view in views), strict=True))
+
+
 def _spans(rows: Sequence[Row]) -> list[tuple[Adapter, int, int]]:
     spans, start = [], 0
     for adapter, group in groupby(rows, key=lambda row: row.adapter):
@@ -121,9 +144,9 @@ def _attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    rows: Sequence[Row] = (),
     chunk: _Chunk | None = None,
-    **_: Any,
+    step: _Step | None = None,
+    **unused: Any,
 ) -> tuple[Tensor, None]:
     """Attention of transformers' interface: query [1, heads, n, dim] -> [1, n, heads, dim].
 
@@ -147,15 +170,15 @@ def _attention(
             scale=scaling,
         )
         return out.view(1, heads, count, dim).transpose(1, 2), None
-    out = torch.empty(1, count, heads, dim, dtype=query.dtype)
-    for at, row in enumerate(rows):
-        keys, values = row.kv[layer].unbind(0)
-        keys[:, row.length], values[:, row.length] = key[0, :, at], value[0, :, at]
-        stop = row.length + 1
-        folded = query[:, :, at].view(1, kv_heads, heads // kv_heads, dim)
-        mixed = F.scaled_dot_product_attention(folded, keys[None, :, :stop], values[None, :, :stop], scale=scaling)
-        out[0, at] = mixed.view(heads, dim)
-    return out, None
+    assert step is not None
+    # few, large operations: with many short rows the calls cost as much as the arithmetic
+    torch._foreach_copy_(step.slots[layer], torch.stack((key[0], value[0])).unbind(2))
+    queries = query.view(1, kv_heads, heads // kv_heads, count, dim).unbind(3)
+    mixed = [
+        F.scaled_dot_product_attention(one, keys, values, scale=scaling)
+        for one, keys, values in zip(queries, step.keys[layer], step.values[layer], strict=True)
+    ]
+    return torch.stack(mixed, 1).view(1, count, heads, dim), None
 
 
 def load_policy(path: Path, dtype: str = "auto") -> Policy:

@@ -36,6 +36,8 @@ from reef.store.migrations import LEARN, LOG
 
 SETTINGS = Path(__file__).with_name("serve.yaml")
 PARALLEL = 4
+"""sessions side by side"""
+CONTROL_PARALLEL = 6
 CONTROL_REPLIES = 200
 """untrained first replies behind `untrained_pass_rate`; a short run asks for 4 per session"""
 DRAIN_S = 600.0
@@ -119,9 +121,12 @@ async def _run(
             meter.waited_s += time.monotonic() - started
 
         async with View(sessions, status=live_status, control=control_n, console=console) as view:
-            control = await run_control(url, out, control_n, seed, on_event=view.on_event)
-            result = await run_student(
-                url, out, sessions, seed, parallel=PARALLEL, on_event=view.on_event, before_session=catch_up
+            # side by side: decoding a few rows more costs little, and the trainer is what takes long
+            control, result = await asyncio.gather(
+                run_control(url, out, control_n, seed, parallel=CONTROL_PARALLEL, on_event=view.on_event),
+                run_student(
+                    url, out, sessions, seed, parallel=PARALLEL, on_event=view.on_event, before_session=catch_up
+                ),
             )
             started = time.monotonic()
             await drain(http, batch)

@@ -21,9 +21,10 @@ STREAM = Path(__file__).with_name("stream72.json")
 
 REQUESTS = (
     "Please show all the steps so I can follow.",
+    "Please show all the steps so I can follow.",
     "Please show all the steps one by one so I can follow.",
 )
-"""How the student asks; the second makes an untrained 135M model number its steps far more often."""
+"""How the student asks, each as likely; the last makes an untrained 135M model number its steps more often."""
 
 
 @dataclass(frozen=True, slots=True)
