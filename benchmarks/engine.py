@@ -3,10 +3,11 @@
     python benchmarks/engine.py [--model default] [--streams 1 8 16] [--tokens 24] [--rounds 2]
 
 Both greedy, same model, float type and thread count; the engine runs as its own process and is asked
-over HTTP, streams and all. Decode speed is counted while every stream is decoding; the whole time
-also holds the prefill. The two take turns and the best round of each counts, since neighbours on a
-shared machine only ever slow one down. The last line is one JSON object; a ratio above 1 means the
-engine is faster. With an adapter the plain loop is PEFT's unmerged model.
+over HTTP, streams and all. Decode speed is counted while every stream is decoding; `whole` also holds
+the prefill; `cpu` compares processor seconds a token, prefill and server included: the number to read
+on a machine that is busy with other work. The two take turns and the best round of each counts, since
+neighbours only ever slow one down. The last line is one JSON object; a ratio above 1 means the engine
+is faster. With an adapter the plain loop is PEFT's unmerged model.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import torch
 
 from reef.model import resolve
@@ -36,6 +38,8 @@ class Speed:
     """tokens a second while all streams decode"""
     whole: float
     """tokens a second from the first byte sent to the last received"""
+    cpu: float
+    """tokens a processor second, prefill and server included"""
 
 
 def prompts(streams: int) -> list[list[int]]:
@@ -46,7 +50,7 @@ def prompts(streams: int) -> list[list[int]]:
 @torch.inference_mode()
 def plain(model: Any, streams: int, tokens: int) -> Speed:
     ids = torch.tensor(prompts(streams))
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     out = model(ids, use_cache=True, logits_to_keep=1)
     newest = out.logits[:, -1:].argmax(-1)
     decoding = time.perf_counter()
@@ -54,18 +58,21 @@ def plain(model: Any, streams: int, tokens: int) -> Speed:
         out = model(newest, past_key_values=out.past_key_values, use_cache=True)
         newest = out.logits[:, -1:].argmax(-1)
     end = time.perf_counter()
-    return Speed(streams * (tokens - 1) / (end - decoding), streams * tokens / (end - start))
+    whole = streams * tokens
+    return Speed(
+        whole * (1 - 1 / tokens) / (end - decoding), whole / (end - start), whole / (time.process_time() - used)
+    )
 
 
-async def served(url: str, model: str, streams: int, tokens: int) -> Speed:
+async def served(url: str, process: psutil.Process, model: str, streams: int, tokens: int) -> Speed:
     async with httpx.AsyncClient(base_url=url, timeout=None) as client:
-        start = time.perf_counter()
+        start, used = time.perf_counter(), sum(process.cpu_times()[:2])
         arrivals = await asyncio.gather(*[_arrivals(client, model, p, tokens) for p in prompts(streams)])
-        end = time.perf_counter()
+        end, used = time.perf_counter(), sum(process.cpu_times()[:2]) - used
     # tokens given out while the last streams were still in prefill, or the first had ended, don't count
     began, ended = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
     within = sum(began < at <= ended for times in arrivals for at in times)
-    return Speed(within / (ended - began), streams * tokens / (end - start))
+    return Speed(within / (ended - began), streams * tokens / (end - start), streams * tokens / used)
 
 
 async def _arrivals(client: httpx.AsyncClient, model: str, prompt: list[int], tokens: int) -> list[float]:
@@ -90,16 +97,18 @@ def start_engine(model: Path, threads: int, folder: Path) -> tuple[subprocess.Po
     return process, json.loads(ready.read_text())["url"]
 
 
-def measure(model: Any, url: str, name: str, streams: int, tokens: int, rounds: int) -> tuple[Speed, Speed]:
+def measure(
+    model: Any, url: str, process: psutil.Process, name: str, streams: int, tokens: int, rounds: int
+) -> tuple[Speed, Speed]:
     loops, engines = [], []
     for _ in range(rounds):
         loops.append(plain(model, streams, tokens))
-        engines.append(asyncio.run(served(url, name, streams, tokens)))
+        engines.append(asyncio.run(served(url, process, name, streams, tokens)))
     return _best(loops), _best(engines)
 
 
 def _best(speeds: list[Speed]) -> Speed:
-    return Speed(max(s.decode for s in speeds), max(s.whole for s in speeds))
+    return Speed(max(s.decode for s in speeds), max(s.whole for s in speeds), max(s.cpu for s in speeds))
 
 
 def main() -> None:
@@ -119,11 +128,12 @@ def main() -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     ratios: dict[str, float] = {}
     header = (
-        f"{'streams':>8} {'weights':>8} {'plain decode':>13} {'engine decode':>14} {'ratio':>6} {'whole ratio':>12}"
+        f"{'streams':>8} {'weights':>8} {'plain decode':>13} {'engine decode':>14} {'ratio':>6} {'whole':>6} {'cpu':>6}"
     )
     with tempfile.TemporaryDirectory() as folder:
         process, url = start_engine(path, options.threads, Path(folder))
         try:
+            server = psutil.Process(process.pid)
             print(header + "   (tokens a second)")
             for weights in ("base", "adapter"):
                 if weights == "adapter":
@@ -133,12 +143,14 @@ def main() -> None:
                     request = {"lora_name": "adapter", "lora_path": folder + "/adapter"}
                     httpx.post(url + "/v1/load_lora_adapter", json=request, timeout=60).raise_for_status()
                 for streams in options.streams:
-                    loop, engine = measure(model, url, weights, streams, options.tokens, options.rounds)
+                    loop, engine = measure(model, url, server, weights, streams, options.tokens, options.rounds)
                     ratio, whole = engine.decode / loop.decode, engine.whole / loop.whole
+                    cpu = engine.cpu / loop.cpu
                     ratios |= {f"{weights}_decode_{streams}": ratio, f"{weights}_whole_{streams}": whole}
+                    ratios[f"{weights}_cpu_{streams}"] = cpu
                     print(
                         f"{streams:>8} {weights:>8} {loop.decode:>13.1f} {engine.decode:>14.1f} "
-                        f"{ratio:>6.2f} {whole:>12.2f}",
+                        f"{ratio:>6.2f} {whole:>6.2f} {cpu:>6.2f}",
                         flush=True,
                     )
         finally:

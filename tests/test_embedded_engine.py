@@ -422,7 +422,7 @@ def test_an_engine_error_ends_one_request_only(tiny_model_dir: Path, monkeypatch
 
     real = sampling.draw
 
-    def failing(logits: torch.Tensor, settings: Settings, source: Any) -> Any:
+    def failing(logits: torch.Tensor, settings: Settings, source: torch.Generator | None) -> Any:
         if settings.seed == 666:
             raise RuntimeError("no such luck")
         return real(logits, settings, source)

@@ -18,6 +18,8 @@ from reef.wire.exchange import Sampled
 TOOL_WEIGHT = 0.25
 """of the RL term where a tool's result was the reaction; such turns are not distilled"""
 
+TEACHER_ROOM = 2
+
 
 def make_sample(
     turn: Turn,
@@ -32,7 +34,7 @@ def make_sample(
 ) -> Sample | Refusal:
     """The sample of a charged reply, or why there is none.
 
-    `max_tokens` bounds prompt plus reply, also under the teacher's longer prompt.
+    `max_tokens` bounds prompt plus reply; the teacher's longer prompt has twice that room.
     """
     sampled = turn.sampled
     if sampled is None:
@@ -58,7 +60,7 @@ def make_sample(
                 demonstrations=demonstrations(turn, past, max_contexts),
                 hints=hints,
                 limit=max_contexts,
-                max_tokens=max_tokens,
+                max_tokens=TEACHER_ROOM * max_tokens,
             )
     return Sample(
         turn=turn.id,

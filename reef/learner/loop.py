@@ -49,7 +49,7 @@ class Learner:
         self._gateway = gateway
         self._publish_after = 0.0
 
-    async def run(self, stop: asyncio.Event, *, tick_s: float = 0.1) -> None:
+    async def run(self, stop: asyncio.Event, *, tick_s: float = 0.2) -> None:
         """Work until `stop` is set. Trouble in one part is logged and tried again; the others go on."""
         headers = {"x-reef-by": "learner"}
         if self._gateway and self._gateway.key:

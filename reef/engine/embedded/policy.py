@@ -172,7 +172,7 @@ def _attention(
         return out.view(1, heads, count, dim).transpose(1, 2), None
     assert step is not None
     # few, large operations: with many short rows the calls cost as much as the arithmetic
-    torch._foreach_copy_(step.slots[layer], torch.stack((key[0], value[0])).unbind(2))
+    torch._foreach_copy_(step.slots[layer], torch.stack((key[0], value[0])).unbind(2))  # pyright: ignore[reportPrivateImportUsage]
     queries = query.view(1, kv_heads, heads // kv_heads, count, dim).unbind(3)
     mixed = [
         F.scaled_dot_product_attention(one, keys, values, scale=scaling)
