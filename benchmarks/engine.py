@@ -1,6 +1,6 @@
 """The embedded engine against a plain batched transformers decode loop, side by side in one run.
 
-    python benchmarks/engine.py [--model default] [--streams 1 8 16] [--tokens 24] [--rounds 2]
+    python benchmarks/engine.py [--model default] [--streams 1 8 16] [--tokens 32] [--rounds 2]
 
 Both greedy, same model, float type and thread count; the engine runs as its own process and is asked
 over HTTP, streams and all. Decode speed is counted while every stream is decoding; `whole` also holds
@@ -115,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16])
-    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()

@@ -67,6 +67,16 @@ def steps_for(s: Stack, recipe: Rule, batch_size: int = 4, staleness: int = 8) -
     return Steps(s.log, s.learn, Turns(s.log, s.learn), recipe, s.dir / "steps", settings)
 
 
+def judged_turns(s: Stack, n: int) -> Rule:
+    """n conversations whose first reply was accepted; returns the judge."""
+    for k in range(n):
+        talk(s, f"question {k}", THANKS)
+    s.observer().step()
+    recipe = Rule()
+    s.judge_all(recipe)
+    return recipe
+
+
 def add_up(s: Stack) -> bool:
     funnel = s.views.funnel()
     return sum(funnel["fates"].values()) + funnel["unread"] == funnel["exchanges"] == s.log.tail(0, 9999)[-1].seq
@@ -83,11 +93,7 @@ def test_a_plain_client_three_turns_long_has_its_first_two_turns_judged(running:
 
 
 def test_seventeen_turns_make_four_batches_of_four_and_one_waits(running: Stack) -> None:
-    for n in range(17):
-        talk(running, f"question {n}", THANKS)
-    running.observer().step()
-    recipe = Rule()
-    running.judge_all(recipe)
+    recipe = judged_turns(running, 17)
     assert running.fates()["judged"] == 17
     steps = steps_for(running, recipe)
     turns: list[str] = []
@@ -128,11 +134,7 @@ def finish(s: Stack, steps: Steps, step: str, status: str = "candidate") -> None
 
 
 def test_a_step_names_its_turns_before_it_runs_and_is_written_again_after_a_crash(running: Stack) -> None:
-    for n in range(4):
-        talk(running, f"question {n}", THANKS)
-    running.observer().step()
-    recipe = Rule()
-    running.judge_all(recipe)
+    recipe = judged_turns(running, 4)
     steps = steps_for(running, recipe)
     (step,) = steps.form()
     job = running.dir / "steps" / step.id / "job.json"
@@ -144,11 +146,7 @@ def test_a_step_names_its_turns_before_it_runs_and_is_written_again_after_a_cras
 
 
 def test_a_failing_step_is_tried_again_and_then_lets_its_turns_go_with_the_reason(running: Stack) -> None:
-    for n in range(4):
-        talk(running, f"question {n}", THANKS)
-    running.observer().step()
-    recipe = Rule()
-    running.judge_all(recipe)
+    recipe = judged_turns(running, 4)
     steps = steps_for(running, recipe)
     (step,) = steps.form()
     result = running.dir / "steps" / step.id / "result.json"
@@ -161,11 +159,7 @@ def test_a_failing_step_is_tried_again_and_then_lets_its_turns_go_with_the_reaso
 
 
 def test_turns_of_a_rejected_release_are_not_trained(running: Stack) -> None:
-    for n in range(4):
-        talk(running, f"question {n}", THANKS)
-    running.observer().step()
-    recipe = Rule()
-    running.judge_all(recipe)
+    recipe = judged_turns(running, 4)
     steps = steps_for(running, recipe)
     (step,) = steps.form()
     finish(running, steps, step.id, status="rejected")
@@ -271,11 +265,7 @@ def test_a_report_queues_its_turn_once_and_needs_no_next_state(running: Stack) -
 
 
 def test_stale_turns_are_refused_with_the_reason(running: Stack) -> None:
-    for n in range(4):
-        talk(running, f"question {n}", THANKS)
-    running.observer().step()
-    recipe = Rule()
-    running.judge_all(recipe)
+    recipe = judged_turns(running, 4)
     folder = running.dir / "releases" / "default" / "v000003"
     folder.mkdir(parents=True)
     manifest = {"scenario": "default", "version": 3, "parent": 2, "turns": [], "content_hash": "", "metrics": {}}

@@ -117,18 +117,16 @@ def releases(store: Store = DEFAULT_STORE, json: Json = False) -> None:
         return
     print_table(
         "releases",
-        ("scenario", "version", "parent", "status", "served", "turns", "loss", "KL to base", "seconds", "gate"),
+        ("release", "from", "status", "turns", "loss by epoch", "KL to base", "seconds", "gate"),
         [
             (
-                r["scenario"],
-                r["version"],
+                f"{r['scenario']}@{r['version']}",
                 r["parent"],
-                r["status"],
-                "now" if served.get(r["scenario"], 0) == r["version"] else "",
+                "serving" if served.get(r["scenario"], 0) == r["version"] else r["status"],
                 len(r["turns"]),
-                r["metrics"].get("loss"),
-                gate_value(r["gate"], "kl_to_base"),
-                r["metrics"].get("seconds"),
+                losses(r["metrics"]),
+                r["metrics"].get("kl_to_base"),
+                f"{r['metrics'].get('seconds', 0):.0f}",
                 gate_line(r["gate"]),
             )
             for r in rows
@@ -136,12 +134,13 @@ def releases(store: Store = DEFAULT_STORE, json: Json = False) -> None:
     )
 
 
-def gate_value(gate: dict[str, Any], name: str) -> Any:
-    return next((c["value"] for c in gate.get("checks", ()) if c["name"] == name), None)
+def losses(metrics: dict[str, Any]) -> str:
+    """The loss of each epoch."""
+    return " ".join(f"{e['loss']:.2f}" for e in metrics.get("epochs") or () if e.get("loss") is not None)
 
 
 def gate_line(gate: dict[str, Any]) -> str:
-    failed = [f"{c['name']} {c['value']} > {c['limit']}" for c in gate.get("checks", ()) if not c["passed"]]
+    failed = [f"{c['name']} {c['value']} (limit {c['limit']})" for c in gate.get("checks", ()) if not c["passed"]]
     return "passed" if not failed else "; ".join(failed)
 
 

@@ -40,6 +40,9 @@ class Settings:
     rank: int = 8
     alpha: float = 16.0
     epochs: int = 4
+    """length of the learning-rate schedule"""
+    stop: int = 2
+    """epochs after which training ends, before the corpus is learned by heart"""
     batch: int = 16
     lr: float = 1e-3
     weight_decay: float = 0.01
@@ -102,7 +105,7 @@ def fit(body: Body, data: Sequence[Prepared], settings: Settings) -> Head:
         optimiser, lambda i: min(1.0, (i + 1) / 20) * (0.05 + 0.95 * (1 + math.cos(math.pi * i / steps)) / 2)
     )
     scale = settings.alpha / settings.rank
-    for epoch in range(settings.epochs):
+    for epoch in range(min(settings.stop, settings.epochs)):
         started, total = time.monotonic(), 0.0
         for rows in _batches(data, settings.batch):
             pooled = fn.dropout(_pooled(body, rows, adapter, settings.first, scale), settings.dropout)
@@ -220,12 +223,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", required=True, help="folder of the base model")
     parser.add_argument("--corpus", help="JSON lines file (default: the one shipped with the package)")
     parser.add_argument("--out", type=Path, default=SHIPPED, help="folder for weights.safetensors and weights.json")
-    parser.add_argument("--epochs", type=int, default=Settings().epochs)
+    parser.add_argument("--stop", type=int, default=Settings().stop, help="epochs to train")
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(given.threads)
-    settings = Settings(epochs=given.epochs)
+    settings = Settings(stop=given.stop)
     corpus = Path(given.corpus).read_bytes() if given.corpus else corpus_bytes()
     rows = rows_of(corpus)
     body = Body(given.model, settings.depth)

@@ -24,8 +24,9 @@ from reef.engine.embedded.prefix import CHUNK, PrefixCache, chunk_keys
 from reef.engine.embedded.sampling import Settings
 from reef.engine.embedded.text import Decode, TextStream
 
-_MOST_CHUNKS = 4
-"""prompt chunks per turn of the loop at most"""
+_MOST_CHUNKS = 8
+"""prompt chunks per turn of the loop at most, one for each waiting sequence: one long prompt hardly
+slows those that run, and many new ones soon make a full batch, which decodes faster"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class Scheduler:
             if self._stopping:
                 break
             self._sweep()
-            for ticket in self._prefilling[: self._chunks_due()]:
+            for ticket in self._prefilling[:_MOST_CHUNKS]:
                 self._guard([ticket], self._prefill, ticket)
             if self._running:
                 self._guard(list(self._running), self._decode)
@@ -162,10 +163,6 @@ class Scheduler:
         self._prefilling += self._waiting[:free] if free > 0 else []
         self._waiting = self._waiting[max(free, 0) :]
 
-    def _chunks_due(self) -> int:
-        """More when many wait for few that run: a fuller batch decodes faster."""
-        return max(1, min(_MOST_CHUNKS, len(self._prefilling) // max(1, len(self._running))))
-
     def _prefill(self, ticket: Ticket) -> None:
         """Compute the next chunk of a prompt; chunks end at multiples of CHUNK, cached or not."""
         prompt = ticket.job.prompt
@@ -174,9 +171,10 @@ class Scheduler:
             row = ticket.row = self._policy.row(len(prompt) + ticket.job.max_tokens, ticket.adapter)
             ticket.source = sampling.generator(ticket.job.settings.seed)
             ticket.keys = chunk_keys(prompt)
-            for chunk in self._prefix.find(_uid(ticket), ticket.keys):
-                row.kv[:, :, :, row.length : row.length + CHUNK] = chunk
-                row.length += CHUNK
+        # asked before every chunk: a neighbour with the same prompt may have computed it just now
+        for chunk in self._prefix.find(_uid(ticket), ticket.keys[row.length // CHUNK :]):
+            row.kv[:, :, :, row.length : row.length + CHUNK] = chunk
+            row.length += CHUNK
         start = row.length
         stop = min(start + CHUNK, len(prompt))
         logits = self._policy.prefill(row, prompt[start:stop], last=stop == len(prompt))
