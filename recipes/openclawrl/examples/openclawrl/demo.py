@@ -41,6 +41,8 @@ CONTROL_PARALLEL = 6
 CONTROL_REPLIES = 200
 """untrained first replies behind `untrained_pass_rate`; a short run asks for 4 per session"""
 DRAIN_S = 600.0
+SAMPLE_S = 5.0
+POLL_S = 0.5
 
 
 @dataclass(slots=True)
@@ -65,10 +67,13 @@ class Meter:
 
         def run() -> None:
             own = psutil.Process().pid
-            while not self._stop.wait(1.0):
+            sampled = 0.0
+            while not self._stop.wait(0.5):
                 service.watch()
-                self.pids = (own, *service.pids().values())
-                self.sample()
+                if time.monotonic() - sampled > SAMPLE_S:  # adding up shared pages is not free
+                    self.pids = (own, *service.pids().values())
+                    self.sample()
+                    sampled = time.monotonic()
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
@@ -117,7 +122,7 @@ async def _run(
                 s = (await http.get("/reef/status")).json()
                 if s["queued"] + s["waiting_for_batch"] < batch * (2 if s["steps_running"] else 1):
                     break
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(POLL_S)
             meter.waited_s += time.monotonic() - started
 
         async with View(sessions, status=live_status, control=control_n, console=console) as view:
@@ -145,7 +150,7 @@ async def drain(http: httpx.AsyncClient, batch: int) -> None:
         idle = not (s["unread"] or s["queued"] or s["steps_running"]) and s["waiting_for_batch"] < batch
         if idle and s["unpublished"] == 0:
             return
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(POLL_S)
 
 
 async def greedy_logprobs(http: httpx.AsyncClient, scenario: str = "default") -> list[float]:
