@@ -133,17 +133,33 @@ def logits_of(body: Body, head: Head, data: Sequence[Prepared], first: int) -> T
     return fn.linear(pooled, head.weight, head.bias)
 
 
-def calibrate(logits: Tensor, verdicts: Tensor) -> tuple[float, float]:
-    """(temperature, threshold): the first minimises the log loss, the second maximises right minus reversed."""
-    grid = [0.5 + 0.05 * i for i in range(71)]
-    temperature = min(grid, key=lambda t: fn.cross_entropy(logits / t, verdicts).item())
-    probabilities = torch.softmax(logits / temperature, dim=-1)
+def calibrate(head: Head, logits: Tensor, verdicts: Tensor) -> Head:
+    """Set bias, temperature and threshold by the logits [N, 3] that `head` gave rows it was not trained on.
+
+    Bias and temperature minimise the log loss; the threshold maximises right minus reversed verdicts.
+    """
+    shift = torch.zeros(len(VERDICTS), requires_grad=True)
+    heat = torch.zeros((), requires_grad=True)
+    optimiser = torch.optim.LBFGS([shift, heat], max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimiser.zero_grad()
+        value = fn.cross_entropy((logits + shift) / heat.exp(), verdicts) + 0.01 * (
+            shift.square().sum() + heat.square()
+        )
+        value.backward()
+        return value
+
+    optimiser.step(loss)
+    moved, temperature = shift.detach(), heat.exp().item()
+    probabilities = torch.softmax((logits + moved) / temperature, dim=-1)
 
     def worth(threshold: float) -> float:
         guess = _decided(probabilities, threshold)
         return ((guess == verdicts).float() - ((guess - verdicts).abs() == 2).float()).mean().item()
 
-    return temperature, max((0.34 + 0.02 * i for i in range(14)), key=worth)
+    threshold = max((0.34 + 0.02 * i for i in range(14)), key=worth)
+    return replace(head, bias=head.bias + moved, temperature=temperature, threshold=threshold)
 
 
 def metrics(head: Head, logits: Tensor, verdicts: Tensor) -> dict[str, float]:
@@ -237,11 +253,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     trial = fit(body, [d for d, o in zip(data, out, strict=True) if not o], settings)
     test = [d for d, o in zip(data, out, strict=True) if o]
     logits, verdicts = logits_of(body, trial, test, settings.first), torch.tensor([d.verdict for d in test])
-    temperature, threshold = calibrate(logits, verdicts)
-    trial = replace(trial, temperature=temperature, threshold=threshold)
-    measured = metrics(trial, logits, verdicts)
+    calibrated = calibrate(trial, logits, verdicts)
+    measured = metrics(calibrated, logits + (calibrated.bias - trial.bias), verdicts)
     _log.info("held out: %s", measured)
-    head = replace(fit(body, data, settings), temperature=temperature, threshold=threshold)
+    final = fit(body, data, settings)
+    head = replace(
+        calibrated, adapter=final.adapter, weight=final.weight, bias=final.bias + calibrated.bias - trial.bias
+    )
     replace(head, card=card(body, settings, head, corpus, measured)).save(given.out)
 
 
