@@ -37,7 +37,7 @@ from reef.store.migrations import LEARN, LOG
 SETTINGS = Path(__file__).with_name("serve.yaml")
 PARALLEL = 4
 """sessions side by side"""
-CONTROL_PARALLEL = 6
+CONTROL_PARALLEL = 8
 CONTROL_REPLIES = 200
 """untrained first replies behind `untrained_pass_rate`; a short run asks for 4 per session"""
 DRAIN_S = 600.0
