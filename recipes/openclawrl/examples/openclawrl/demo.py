@@ -39,7 +39,7 @@ PARALLEL = 4
 """sessions side by side"""
 CONTROL_PARALLEL = 8
 CONTROL_REPLIES = 200
-"""untrained first replies behind `untrained_pass_rate`; a short run asks for 4 per session"""
+"""untrained first replies behind `untrained_pass_rate`; a short run asks for 6 per session"""
 DRAIN_S = 600.0
 SAMPLE_S = 5.0
 POLL_S = 0.5
@@ -105,7 +105,7 @@ async def _run(
 ) -> dict[str, Any]:
     url = f"{service.url}/v1"
     batch = int(config.recipe_settings["batch_size"])
-    control_n = min(CONTROL_REPLIES, 4 * sessions)
+    control_n = min(CONTROL_REPLIES, 6 * sessions)
     async with httpx.AsyncClient(base_url=service.url, timeout=60) as http:
         untrained = await greedy_logprobs(http, "control")  # a scenario that stays at version 0
 
