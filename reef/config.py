@@ -30,30 +30,32 @@ class Key(Section):
 
     key: str = Field(description="the secret itself")
     name: str = Field(description="client name: scope of session matching")
-    role: Literal["infer", "admin"] = Field("infer", description="admin may promote, roll back and forget")
-    scenario: str | None = Field(None, description="the only scenario this key may use")
+    role: Literal["infer", "admin"] = Field(default="infer", description="admin may promote, roll back and forget")
+    scenario: str | None = Field(default=None, description="the only scenario this key may use")
 
 
 class ServerConfig(Section):
-    host: str = Field("127.0.0.1", description="address to bind; without keys only loopback is allowed")
-    port: int = Field(8800, ge=0, le=65535, description="port to bind; 0 picks a free one")
-    keys: tuple[Key, ...] = Field((), description="API keys; none means loopback without authentication")
+    host: str = Field(default="127.0.0.1", description="address to bind; without keys only loopback is allowed")
+    port: int = Field(default=8800, ge=0, le=65535, description="port to bind; 0 picks a free one")
+    keys: tuple[Key, ...] = Field(default=(), description="API keys; none means loopback without authentication")
     models: Literal["any", "strict"] = Field(
-        "any", description="any: every model name means the scenario's policy; strict: unknown names get a 404"
+        default="any", description="any: every model name means the scenario's policy; strict: unknown names get a 404"
     )
-    max_body_mb: float = Field(32.0, gt=0, description="largest request body, MiB; larger ones get a 413")
-    connect_timeout_s: float = Field(10.0, gt=0, description="time to connect to the engine")
-    idle_timeout_s: float = Field(300.0, gt=0, description="longest silence of the engine within an answer")
+    max_body_mb: float = Field(default=32.0, gt=0, description="largest request body, MiB; larger ones get a 413")
+    connect_timeout_s: float = Field(default=10.0, gt=0, description="time to connect to the engine")
+    idle_timeout_s: float = Field(default=300.0, gt=0, description="longest silence of the engine within an answer")
 
 
 class StoreConfig(Section):
-    dir: Path = Field(Path("reef-data"), description="folder of everything Reef keeps: databases, steps, releases")
-    log: str | None = Field(None, description="URL of the log database; default: sqlite in store.dir")
-    learn: str | None = Field(None, description="URL of the learn database; default: sqlite in store.dir")
-    durability: Literal["process", "power"] = Field(
-        "process", description="process: an answer survives any kill -9; power: fsync before the answer ends"
+    dir: Path = Field(
+        default=Path("reef-data"), description="folder of everything Reef keeps: databases, steps, releases"
     )
-    queue: int = Field(1024, gt=0, description="records waiting for the writer before new requests wait too")
+    log: str | None = Field(default=None, description="URL of the log database; default: sqlite in store.dir")
+    learn: str | None = Field(default=None, description="URL of the learn database; default: sqlite in store.dir")
+    durability: Literal["process", "power"] = Field(
+        default="process", description="process: an answer survives any kill -9; power: fsync before the answer ends"
+    )
+    queue: int = Field(default=1024, gt=0, description="records waiting for the writer before new requests wait too")
 
     @property
     def log_url(self) -> str:
@@ -66,65 +68,75 @@ class StoreConfig(Section):
 
 class EngineConfig(Section):
     kind: Literal["embedded", "vllm", "sglang", "openai"] = Field(
-        "embedded",
+        default="embedded",
         description="embedded: started by `reef serve` on this CPU; others: an engine that runs at engine.url",
     )
-    url: str | None = Field(None, description="base URL of the engine, without /v1 (for embedded: picked by itself)")
-    key: str | None = Field(None, description="API key of the engine")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="embedded: auto takes bfloat16 only where the CPU multiplies it natively"
+    url: str | None = Field(
+        default=None, description="base URL of the engine, without /v1 (for embedded: picked by itself)"
     )
-    threads: int = Field(1, ge=1, description="embedded: torch threads; more than one hurts when others compute too")
-    max_batch: int = Field(16, ge=1, description="embedded: requests decoded together")
-    max_context: int = Field(2048, ge=64, description="embedded: longest prompt plus reply, tokens")
-    top_logprobs: int = Field(16, ge=0, le=20, description="top-K recorded with every token")
+    key: str | None = Field(default=None, description="API key of the engine")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="embedded: auto takes bfloat16 only where the CPU multiplies it natively"
+    )
+    threads: int = Field(
+        default=1, ge=1, description="embedded: torch threads; more than one hurts when others compute too"
+    )
+    max_batch: int = Field(default=16, ge=1, description="embedded: requests decoded together")
+    max_context: int = Field(default=2048, ge=64, description="embedded: longest prompt plus reply, tokens")
+    top_logprobs: int = Field(default=16, ge=0, le=20, description="top-K recorded with every token")
 
 
 class PolicyConfig(Section):
-    model: str = Field("default", description="model folder or hub name; default is SmolLM2-135M-Instruct")
-    scenario: str = Field("default", description="scenario of requests that name none")
+    model: str = Field(default="default", description="model folder or hub name; default is SmolLM2-135M-Instruct")
+    scenario: str = Field(default="default", description="scenario of requests that name none")
     sampling: Literal["client", "train"] = Field(
-        "client",
+        default="client",
         description="client: as the client asks; train: Reef imposes policy.temperature and no truncation",
     )
-    temperature: float = Field(0.7, gt=0, description="temperature where the client names none, or always with train")
+    temperature: float = Field(
+        default=0.7, gt=0, description="temperature where the client names none, or always with train"
+    )
 
 
 class SessionsConfig(Section):
-    side_models: tuple[str, ...] = Field((), description="model names whose calls are side calls")
-    tentative_s: float = Field(60.0, ge=0, description="how long a tentative binding waits for the conversation")
+    side_models: tuple[str, ...] = Field(default=(), description="model names whose calls are side calls")
+    tentative_s: float = Field(
+        default=60.0, ge=0, description="how long a tentative binding waits for the conversation"
+    )
 
 
 class PrmConfig(Section):
     backend: Literal["embedded", "openai"] = Field(
-        "embedded", description="embedded: on this CPU; openai: any OpenAI-compatible endpoint at prm.url"
+        default="embedded", description="embedded: on this CPU; openai: any OpenAI-compatible endpoint at prm.url"
     )
-    url: str | None = Field(None, description="base URL of the judge, with /v1")
-    model: str | None = Field(None, description="model name to ask for")
-    key: str | None = Field(None, description="its API key")
+    url: str | None = Field(default=None, description="base URL of the judge, with /v1")
+    model: str | None = Field(default=None, description="model name to ask for")
+    key: str | None = Field(default=None, description="its API key")
 
 
 class TrainConfig(Section):
-    enabled: bool = Field(True, description="false: record, match and judge, but never change weights")
-    lr: float = Field(6e-4, gt=0, description="AdamW learning rate of the adapter")
-    epochs: int = Field(2, ge=1, description="passes over a batch with old policy and teacher fixed")
-    rank: int = Field(16, ge=1, description="LoRA rank")
-    alpha: int = Field(32, ge=1, description="LoRA alpha")
-    seed: int = Field(0, description="seed of the adapter's initial values")
-    threads: int = Field(1, ge=1, description="torch threads of the trainer")
-    max_attempts: int = Field(3, ge=1, description="times a failing step is tried before its turns are let go")
+    enabled: bool = Field(default=True, description="false: record, match and judge, but never change weights")
+    lr: float = Field(default=6e-4, gt=0, description="AdamW learning rate of the adapter")
+    epochs: int = Field(default=2, ge=1, description="passes over a batch with old policy and teacher fixed")
+    rank: int = Field(default=16, ge=1, description="LoRA rank")
+    alpha: int = Field(default=32, ge=1, description="LoRA alpha")
+    seed: int = Field(default=0, description="seed of the adapter's initial values")
+    threads: int = Field(default=1, ge=1, description="torch threads of the trainer")
+    max_attempts: int = Field(default=3, ge=1, description="times a failing step is tried before its turns are let go")
 
 
 class GateConfig(Section):
-    enabled: bool = Field(True, description="false: serve every candidate (for experiments)")
-    max_kl: float = Field(0.1, gt=0, description="KL to the base on replayed prompts, nat/token")
+    enabled: bool = Field(default=True, description="false: serve every candidate (for experiments)")
+    max_kl: float = Field(default=0.1, gt=0, description="KL to the base on replayed prompts, nat/token")
 
 
 class ObserveConfig(Section):
     judged_share_alarm: float = Field(
-        0.5, ge=0, le=1, description="alarm when fewer of the finished turns than this reach the judge"
+        default=0.5, ge=0, le=1, description="alarm when fewer of the finished turns than this reach the judge"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="level of the service's log")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="level of the service's log"
+    )
 
 
 class Config(Section):

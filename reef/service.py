@@ -235,6 +235,7 @@ def thread_env(threads: int) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",
     }
 
 

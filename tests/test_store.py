@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def test_one_bad_row_fails_alone(tmp_path: Path) -> None:
     writer = LogWriter(engine)
     good, twin = exchange([user("a")]), exchange([user("b")])
 
-    async def run() -> list[BaseException | None]:
+    async def run() -> Sequence[BaseException | None]:
         return await asyncio.gather(
             writer.exchange(good), writer.exchange(good), writer.exchange(twin), return_exceptions=True
         )

@@ -24,31 +24,37 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    batch_size: int = Field(16, ge=1, description="judged turns per step")
-    session_ttl_s: float = Field(900.0, gt=0, description="a session nobody continues for this long has ended")
-    max_staleness: int = Field(8, ge=0, description="versions a turn may be behind, corrected by the importance weight")
-    prm_m: int = Field(3, ge=1, description="votes per turn")
-    prm_hint_on: Literal["accept", "reject", "both"] = Field("both", description="when a hint is asked for")
-    prm_temperature: float = Field(0.6, ge=0, description="of the votes")
-    prm_max_tokens: int = Field(8192, ge=16, description="per vote")
-    prm_timeout_s: float = Field(120.0, gt=0, description="per vote")
-    prm_concurrency: int = Field(8, ge=1, description="turns judged at once")
-    prm_max_hint_candidates: int = Field(3, ge=1, description="hints kept per turn, shortest first")
-    prm_record_file: str | None = Field(None, description="JSON-lines file that every judgement is appended to")
-    w_rl: float = Field(1.0, ge=0, description="weight of the RL term")
-    w_opd: float = Field(1.0, ge=0, description="weight of the distillation term")
-    objective: Literal["reef", "openclaw"] = Field("reef", description="openclaw is the published objective, exactly")
-    advantage: Literal["raw", "baseline"] | None = Field(None, description="overrides the preset's advantage")
-    distil: Literal["jsd_full", "jsd_tail", "rkl_tail", "openclaw_topk"] | None = Field(
-        None, description="overrides the preset's distance to the teacher"
+    batch_size: int = Field(default=16, ge=1, description="judged turns per step")
+    session_ttl_s: float = Field(default=900.0, gt=0, description="a session nobody continues for this long has ended")
+    max_staleness: int = Field(
+        default=8, ge=0, description="versions a turn may be behind, corrected by the importance weight"
     )
-    routing: Literal["always", "routed"] | None = Field(None, description="overrides the preset's routing")
-    beta_kl: float | None = Field(None, ge=0, description="overrides the preset's anchor to the base")
-    beta_replay: float | None = Field(None, ge=0, description="overrides the preset's anchor on a generic prompt")
-    max_contexts: int = Field(3, ge=1, le=3, description="candidate contexts for the teacher")
-    use_hints: bool = Field(True, description="false: only accepted replies are shown to the teacher")
-    max_turn_tokens: int = Field(2048, ge=16, description="longest prompt plus reply that is trained")
-    train_truncated: bool = Field(False, description="also train replies that their token limit cut off")
+    prm_m: int = Field(default=3, ge=1, description="votes per turn")
+    prm_hint_on: Literal["accept", "reject", "both"] = Field(default="both", description="when a hint is asked for")
+    prm_temperature: float = Field(default=0.6, ge=0, description="of the votes")
+    prm_max_tokens: int = Field(default=8192, ge=16, description="per vote")
+    prm_timeout_s: float = Field(default=120.0, gt=0, description="per vote")
+    prm_concurrency: int = Field(default=8, ge=1, description="turns judged at once")
+    prm_max_hint_candidates: int = Field(default=3, ge=1, description="hints kept per turn, shortest first")
+    prm_record_file: str | None = Field(default=None, description="JSON-lines file that every judgement is appended to")
+    w_rl: float = Field(default=1.0, ge=0, description="weight of the RL term")
+    w_opd: float = Field(default=1.0, ge=0, description="weight of the distillation term")
+    objective: Literal["reef", "openclaw"] = Field(
+        default="reef", description="openclaw is the published objective, exactly"
+    )
+    advantage: Literal["raw", "baseline"] | None = Field(default=None, description="overrides the preset's advantage")
+    distil: Literal["jsd_full", "jsd_tail", "rkl_tail", "openclaw_topk"] | None = Field(
+        default=None, description="overrides the preset's distance to the teacher"
+    )
+    routing: Literal["always", "routed"] | None = Field(default=None, description="overrides the preset's routing")
+    beta_kl: float | None = Field(default=None, ge=0, description="overrides the preset's anchor to the base")
+    beta_replay: float | None = Field(
+        default=None, ge=0, description="overrides the preset's anchor on a generic prompt"
+    )
+    max_contexts: int = Field(default=3, ge=1, le=3, description="candidate contexts for the teacher")
+    use_hints: bool = Field(default=True, description="false: only accepted replies are shown to the teacher")
+    max_turn_tokens: int = Field(default=2048, ge=16, description="longest prompt plus reply that is trained")
+    train_truncated: bool = Field(default=False, description="also train replies that their token limit cut off")
 
 
 class OpenClawRL:

@@ -37,6 +37,7 @@ def judge(
     from reef.learner.__main__ import make_recipe
     from reef.model import resolve
 
+    os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bar of weights between the rows
     settings = load_config(config)
     recipe = make_recipe(settings, resolve(settings.policy.model, progress=print_to_stderr))
     rows = read_turns(turns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +54,7 @@ def build_app(services: Services) -> Starlette:
     routes = Routes(services)
 
     @asynccontextmanager
-    async def lifespan(_app: Starlette) -> Any:
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         yield
         await services.engine.close()
         services.writer.close()

@@ -70,7 +70,8 @@ def _message(raw: Mapping[str, Any]) -> Message:
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict):
             calls.append((str(function.get("name", "")), str(function.get("arguments", ""))))
-    role = {"developer": "system", "function": "tool"}.get(raw["role"], raw["role"])
+    said = str(raw["role"])
+    role = {"developer": "system", "function": "tool"}.get(said, said)
     return Message(role, text_of(raw.get("content")), tuple(calls))
 
 
