@@ -218,6 +218,7 @@ def trainer_command(config: Config, model_dir: Path, recipe_file: Path) -> list[
         *("--threads", str(config.train.threads)),
         *("--rank", str(config.train.rank)),
         *("--alpha", str(config.train.alpha)),
+        "--follow-parent",
         *gate,
     ]
 

@@ -24,7 +24,8 @@ from reef.store.database import open_database
 from reef.store.learn import LearnStore
 from reef.store.log import LogReader
 from reef.store.migrations import LEARN, LOG
-from tests.scripted_engine import Script, scripted_app, serving
+from tests.scripted_engine import Script, scripted_app
+from tests.sockets import serving
 
 
 @dataclass

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.sockets import serving
 
 TEMPLATE = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -84,21 +84,9 @@ def write_adapter(model: Path, path: Path, seed: int) -> Path:
 @contextmanager
 def serve_embedded(model: Path, **options: Any) -> Iterator[str]:
     """Serve `model` by an embedded engine in a thread; yields its base URL (no `/v1`)."""
-    import uvicorn
-
     from reef.engine.embedded.app import create_app
     from reef.engine.embedded.engine import Engine
 
     engine = Engine.load(model, **{"name": "tiny", "dtype": "float32", **options})
-    config = uvicorn.Config(create_app(engine), host="127.0.0.1", port=0, log_level="warning", lifespan="on")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    with serving(create_app(engine)) as url:
+        yield url
