@@ -18,7 +18,7 @@ from typing import Any
 from ulid import ULID
 
 from reef.learner.turns import Turns
-from reef.recipe import Recipe, Refusal
+from reef.recipe import JudgedTurn, Recipe, Refusal
 from reef.releases.chain import read_release
 from reef.sessions.fate import Fate
 from reef.store.files import write_json
@@ -75,10 +75,10 @@ class Steps:
         if not waiting:
             return None
         scenario = waiting[0].scenario
-        parent = self._log.served().get(scenario, 0)
+        parent, past = self._standing(scenario)
         samples = []
         for row in waiting:
-            made = self._make(row.id, scenario, parent) if row.scenario == scenario else None
+            made = self._make(row.id, parent, past) if row.scenario == scenario else None
             if isinstance(made, Sample):
                 samples.append(made)
         samples = samples[: self._settings.batch_size]
@@ -93,10 +93,10 @@ class Steps:
     def _form(self, scenario: str, ids: Sequence[str]) -> StepRow | None:
         if len(ids) < self._settings.batch_size:
             return None
-        parent = self._log.served().get(scenario, 0)
+        parent, past = self._standing(scenario)
         samples = []
         for id in ids:
-            if (sample := self._sample(id, scenario, parent)) is not None:
+            if (sample := self._sample(id, parent, past)) is not None:
                 samples.append(sample)
             if len(samples) == self._settings.batch_size:
                 break
@@ -112,27 +112,32 @@ class Steps:
         log.info("step %s: %d turns of %s become version %d", step.id, len(turns), scenario, version)
         return step
 
-    def _sample(self, id: str, scenario: str, current: int) -> Sample | None:
-        made = self._make(id, scenario, current)
+    def _standing(self, scenario: str) -> tuple[int, list[JudgedTurn]]:
+        """(served version, newest accepted turns): what a batch is formed against."""
+        return self._log.served().get(scenario, 0), self._turns.accepted(scenario)
+
+    def _sample(self, id: str, current: int, past: Sequence[JudgedTurn]) -> Sample | None:
+        made = self._make(id, current, past)
         if isinstance(made, Refusal):
             with self._learn.begin() as c:
                 self._learn.set_fate(c, id, Fate(made.fate), "sample", made.reason)
             return None
         return made
 
-    def _make(self, id: str, scenario: str, current: int) -> Sample | Refusal:
+    def _make(self, id: str, current: int, past: Sequence[JudgedTurn]) -> Sample | Refusal:
         judged = self._turns.judged(id)
         if judged is None or judged.turn.sampled is None:
             return Refusal(Fate.MISSING_LOGPROBS, "its record is gone")
         if current - judged.turn.sampled.version > self._settings.max_staleness:
             return Refusal(Fate.STALE, f"sampled by version {judged.turn.sampled.version}, now at {current}")
-        return self._recipe.sample(judged.turn, judged.verdict, self._turns.accepted(scenario))
+        return self._recipe.sample(judged.turn, judged.verdict, past)
 
     def _write_job(self, step: StepRow) -> None:
         """Write the job of a stored step that has none: the learner died in between."""
         if (self._folder / step.id / "job.json").exists():
             return
-        made = [self._make(id, step.scenario, step.parent) for id in step.turns]
+        past = self._turns.accepted(step.scenario)
+        made = [self._make(id, step.parent, past) for id in step.turns]
         samples = [m for m in made if isinstance(m, Sample)]
         samples, _ = self._recipe.form(samples, self._learn.last_carried(step.scenario))
         self._write(step, samples)

@@ -8,6 +8,7 @@ together.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,10 +42,12 @@ class StepRow:
 class LearnStore:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._lock = threading.Lock()
 
     @contextmanager
     def begin(self) -> Iterator[Connection]:
-        with self._engine.begin() as connection:
+        """A transaction. One at a time, so that a fate read in it is still the fate when it writes."""
+        with self._lock, self._engine.begin() as connection:
             yield connection
 
     # reading
