@@ -100,9 +100,6 @@ class PolicyConfig(Section):
 
 class SessionsConfig(Section):
     side_models: tuple[str, ...] = Field(default=(), description="model names whose calls are side calls")
-    tentative_s: float = Field(
-        default=60.0, ge=0, description="how long a tentative binding waits for the conversation"
-    )
 
 
 class PrmConfig(Section):
@@ -131,9 +128,6 @@ class GateConfig(Section):
 
 
 class ObserveConfig(Section):
-    judged_share_alarm: float = Field(
-        default=0.5, ge=0, le=1, description="alarm when fewer of the finished turns than this reach the judge"
-    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="level of the service's log"
     )

@@ -53,6 +53,10 @@ class Plain:
     def __init__(self, config: Any = None, tools: Any = None) -> None:
         self.objective = replace(REEF, w_opd=config.w_opd) if config else REEF
 
+    def active(self, sample: Sample) -> bool:
+        pushed = sample.reward if sample.advantage is None else sample.advantage
+        return any(sample.mask) and bool(pushed or sample.contexts)
+
     def loss(self, batch: Batch, policy: Scorer, reference: Scorer) -> Loss:
         return teacher.loss(batch, policy, reference, self.objective)
 

@@ -16,6 +16,7 @@ from rich.panel import Panel
 from reef.cli.output import clock, counts, print_json, print_lines, print_table
 from reef.config import StoreConfig
 from reef.observe.views import Views
+from reef.releases.chain import failed_checks
 from reef.store.database import open_database
 from reef.store.log import LogReader
 from reef.store.migrations import LEARN, LOG
@@ -37,11 +38,15 @@ def views(store: Path) -> Views:
     return Views(open_database(urls.log_url, LOG, create=False), open_database(urls.learn_url, LEARN, create=False))
 
 
+def log_of(store: Path) -> LogReader:
+    """The store's log. Raises StoreError if there is none."""
+    return LogReader(open_database(StoreConfig(dir=store).log_url, LOG, create=False))
+
+
 def status(store: Store = DEFAULT_STORE, json: Json = False) -> None:
     """The state of the loop in a few numbers."""
-    view = views(store).status()
-    served = LogReader(open_database(StoreConfig(dir=store).log_url, LOG, create=False)).served()
-    view["served"] = served
+    reading = views(store)
+    view = {**reading.status(), "served": reading.served()}
     if json:
         print_json(view)
         return
@@ -110,8 +115,8 @@ def turns(receipt: str, store: Store = DEFAULT_STORE, json: Json = False) -> Non
 
 def releases(store: Store = DEFAULT_STORE, json: Json = False) -> None:
     """Every version with the turns it learned from, its metrics and its gate."""
-    rows = views(store).releases()
-    served = LogReader(open_database(StoreConfig(dir=store).log_url, LOG, create=False)).served()
+    reading = views(store)
+    rows, served = reading.releases(), reading.served()
     if json:
         print_json({"served": served, "releases": rows})
         return
@@ -127,7 +132,7 @@ def releases(store: Store = DEFAULT_STORE, json: Json = False) -> None:
                 losses(r["metrics"]),
                 r["metrics"].get("kl_to_base"),
                 f"{r['metrics'].get('seconds', 0):.0f}",
-                gate_line(r["gate"]),
+                failed_checks(r["gate"]) or "passed",
             )
             for r in rows
         ],
@@ -137,11 +142,6 @@ def releases(store: Store = DEFAULT_STORE, json: Json = False) -> None:
 def losses(metrics: dict[str, Any]) -> str:
     """The loss of each epoch."""
     return " ".join(f"{e['loss']:.2f}" for e in metrics.get("epochs") or () if e.get("loss") is not None)
-
-
-def gate_line(gate: dict[str, Any]) -> str:
-    failed = [f"{c['name']} {c['value']} (limit {c['limit']})" for c in gate.get("checks", ()) if not c["passed"]]
-    return "passed" if not failed else "; ".join(failed)
 
 
 def match(
@@ -193,7 +193,7 @@ def export(store: Store = DEFAULT_STORE) -> None:
     """Write every exchange as a line of the traffic format to stdout."""
     from reef.wire.traffic import traffic_line
 
-    reader = LogReader(open_database(StoreConfig(dir=store).log_url, LOG, create=False))
+    reader = log_of(store)
     at = 0
     while rows := reader.tail(at):
         for exchange in rows:

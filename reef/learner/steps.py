@@ -19,7 +19,7 @@ from ulid import ULID
 
 from reef.learner.turns import Turns
 from reef.recipe import JudgedTurn, Recipe, Refusal
-from reef.releases.chain import read_release
+from reef.releases.chain import failed_checks, read_release
 from reef.sessions.fate import Fate
 from reef.store.files import write_json
 from reef.store.learn import LearnStore, StepRow
@@ -175,8 +175,8 @@ class Steps:
 
     def _finished(self, step: StepRow, result: Mapping[str, Any]) -> None:
         release = read_release(Path(result["release"]))
-        good = release.status != "rejected"
-        failed = ", ".join(f"{c['name']} {c['value']} (limit {c['limit']})" for c in _failing(release.gate))
+        good = release.servable
+        failed = failed_checks(release.gate)
         with self._learn.begin() as c:
             self._learn.end_step(c, step.id, "released" if good else "rejected", failed)
             self._learn.add_release(
@@ -215,7 +215,3 @@ class Steps:
             for turn in step.turns:
                 self._learn.set_fate(c, turn, Fate.GATE_REJECTED, "step_failed", reason)
         return 1
-
-
-def _failing(gate: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [check for check in gate.get("checks", ()) if not check["passed"]]

@@ -136,6 +136,10 @@ class Views:
             "fates": [dict(f._mapping) for f in history],
         }
 
+    def served(self) -> dict[str, int]:
+        """The version each scenario is served at; absent means 0."""
+        return self._reader.served()
+
     def verdicts(self) -> dict[str, int]:
         """The newest verdict on each charged turn, by receipt."""
         with self._learn.connect() as c:

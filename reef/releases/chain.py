@@ -124,3 +124,9 @@ def list_releases(directory: str | Path, scenario: str) -> list[Release]:
                 Release(scenario, int(folder.name[1:]), 0, folder, "", (), {}, {}, "broken", reason=str(error))
             )
     return sorted(found, key=lambda release: release.version)
+
+
+def failed_checks(gate: Mapping[str, Any]) -> str:
+    """The checks a release's gate did not pass, for people; empty when it passed them all."""
+    failed = [c for c in gate.get("checks", ()) if not c["passed"]]
+    return ", ".join(f"{c['name']} {c['value']} (limit {c['limit']})" for c in failed)

@@ -109,7 +109,7 @@ class Publisher:
         folder = version_folder(self._releases, scenario, version)
         if not folder.is_dir():
             raise NotFound(f"{scenario} has no version {version}")
-        if read_release(folder).status == "rejected":
+        if not read_release(folder).servable:
             raise NotFound(f"version {version} of {scenario} was rejected by its gate and can't be served")
         await self._engine.load_adapter(name, str(folder.resolve()))
         self._loaded[name] = (scenario, version)

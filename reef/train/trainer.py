@@ -35,8 +35,9 @@ KEPT_OPTIMIZERS = 3
 
 
 class LossFunction(Protocol):
-    """The part of a recipe that trains. One that also has `active(sample) -> bool` says itself which
-    samples have a term; for others `has_term` does."""
+    """The part of a recipe that trains."""
+
+    def active(self, sample: Sample) -> bool: ...
 
     def loss(self, batch: Batch, policy: Scorer, reference: Scorer) -> Loss: ...
 
@@ -105,9 +106,8 @@ class Trainer:
     # --- one step ---
 
     def _batch(self, job: Job) -> Batch:
-        counts = getattr(self.recipe, "active", has_term)
         replay = self.replays[job.version % len(self.replays)]
-        return Batch(job.samples, sum(bool(counts(s)) for s in job.samples), {"replay": replay})
+        return Batch(job.samples, sum(self.recipe.active(s) for s in job.samples), {"replay": replay})
 
     def _step(self, job: Job, batch: Batch | None = None) -> tuple[dict[str, Any], gate.Verdict]:
         self._stand_at(job)
@@ -251,12 +251,6 @@ class Trainer:
         for release in list_releases(self.releases, job.scenario)[:-KEPT_OPTIMIZERS]:
             if release.version != job.parent:
                 (release.folder / OPTIMIZER).unlink(missing_ok=True)
-
-
-def has_term(sample: Sample) -> bool:
-    """Whether a sample has a trained token and a reward that pushes or a context to learn from."""
-    pushed = sample.reward if sample.advantage is None else sample.advantage
-    return any(sample.mask) and bool(pushed or sample.contexts)
 
 
 def _result(job: Job, target: Path) -> dict[str, Any]:
