@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from reef.errors import ConfigError
+from reef.sessions.ladder import HEADERS
 
 
 class Section(BaseModel):
@@ -100,6 +101,19 @@ class PolicyConfig(Section):
 
 class SessionsConfig(Section):
     side_models: tuple[str, ...] = Field(default=(), description="model names whose calls are side calls")
+    id_headers: tuple[str, ...] = Field(
+        default=HEADERS, description="headers that name a conversation, best first, below x-reef-tag-session"
+    )
+    tentative_s: float = Field(
+        default=60.0, ge=0, description="how long a reaction that may be a side branch waits for what follows"
+    )
+    live_s: float = Field(
+        default=900.0, gt=0, description="age up to which a conversation is preferred to older ones like it"
+    )
+    memory: int = Field(default=100_000, ge=100, description="exchanges kept in memory; older ones are looked up")
+    horizon_days: float = Field(
+        default=30.0, gt=0, description="age up to which an exchange can still be found by a late reaction"
+    )
 
 
 class PrmConfig(Section):

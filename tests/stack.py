@@ -12,14 +12,13 @@ from typing import Any
 
 from openai import OpenAI
 
-from reef.config import load_config
+from reef.config import SessionsConfig, load_config
 from reef.gateway.__main__ import gateway_app
 from reef.learner.judging import Judging
 from reef.learner.observer import Observer
 from reef.learner.turns import Turns
 from reef.observe.views import Views
 from reef.recipe import Recipe
-from reef.sessions.matcher import Matcher
 from reef.store.database import open_database
 from reef.store.learn import LearnStore
 from reef.store.log import LogReader
@@ -51,7 +50,7 @@ class Stack:
         return raw.parse().choices[0].message.content or "", raw.headers["x-reef-agent-record-id"]
 
     def observer(self, ttl: float = 900.0) -> Observer:
-        return Observer(self.log, self.learn, Matcher(), session_ttl_s=ttl)
+        return Observer(self.log, self.learn, SessionsConfig(), session_ttl_s=ttl)
 
     def judge_all(self, recipe: Recipe) -> None:
         """Judge what is queued, to the end."""

@@ -11,11 +11,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reef.cli.inspect import matched
-from reef.sessions.digest import digest
+from reef.sessions.digest import join
 from reef.sessions.fate import Fate
 from reef.sessions.matcher import Decision, Matcher
+from reef.sessions.replay import replay
+from reef.sessions.transcript import atoms_of
 from reef.wire.exchange import Api, Delivered, Exchange, Message
+from reef.wire.traffic import read_traffic
 
 _ids = itertools.count()
 
@@ -96,7 +98,7 @@ def test_identical_openers_of_two_people_stay_apart_and_are_quarantined() -> Non
     assert matcher.observe(one).session != matcher.observe(two).session
     decision = matcher.observe(exchange([user("hi"), assistant("hello"), user("bye")]))
     assert decision.binds is None
-    assert {r.id: r.fate for r in decision.replaced} == {one.id: Fate.AMBIGUOUS, two.id: Fate.AMBIGUOUS}
+    assert {r.id: r.fate for r in decision.revisions} == {one.id: Fate.AMBIGUOUS, two.id: Fate.AMBIGUOUS}
     matcher = Matcher()
     one, two = replace(one, client="ann"), replace(two, client="bob")
     matcher.observe(one)
@@ -113,9 +115,10 @@ def test_a_regenerated_reply_credits_the_one_that_is_continued() -> None:
     assert matcher.observe(first).binds is None
     assert matcher.observe(one).binds == first.id
     again = matcher.observe(two)
-    assert again.binds is None  # no reply is judged twice
-    assert [(r.id, r.fate) for r in again.replaced] == [(one.id, Fate.RETRY_SUPERSEDED)]
-    assert matcher.observe(exchange([*history, assistant("B2"), user("c")])).binds == two.id
+    assert (again.binds, again.method, again.repeats) == (first.id, "regenerate", True)  # not judged twice
+    following = matcher.observe(exchange([*history, assistant("B2"), user("c")]))
+    assert following.binds == two.id
+    assert [(r.id, r.fate) for r in following.revisions] == [(one.id, Fate.RETRY_SUPERSEDED)]
 
 
 def test_an_edited_message_is_a_branch_and_no_verdict() -> None:
@@ -127,13 +130,15 @@ def test_an_edited_message_is_a_branch_and_no_verdict() -> None:
     assert (decision.binds, decision.method, decision.session) == (None, "branch", first.id)
 
 
+def said(message: Message) -> bytes:
+    return join(a.digest for a in atoms_of([message]))
+
+
 def test_what_clients_rewrite_does_not_change_a_digest_and_the_rest_does() -> None:
     call = (("f", '{"b": 1, "a": [2]}'),)
-    assert digest(Message("assistant", "a  b\n", call)) == digest(
-        Message("assistant", "a b", (("f", '{"a":[2],"b":1}'),))
-    )
-    assert digest(Message("user", "a")) != digest(Message("assistant", "a"))
-    assert digest(Message("user", "a b")) != digest(Message("user", "ab"))
+    assert said(Message("assistant", "a  b\n", call)) == said(Message("assistant", "a b", (("f", '{"a":[2],"b":1}'),)))
+    assert said(Message("user", "a")) != said(Message("assistant", "a"))
+    assert said(Message("user", "a b")) != said(Message("user", "ab"))
 
 
 texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(lambda t: t.strip() != "")
@@ -190,7 +195,7 @@ def test_match_prints_the_documented_fields(tmp_path: Path) -> None:
         {**line, "id": "2", "request": following, "response": response},
     ]
     file.write_text("\n".join(json.dumps(r) for r in rows))
-    first, second = matched(file)
+    first, second = replay(read_traffic(file))
     assert list(first) == [
         "id", "session", "fate", "turn_type", "binds", "next_state", "next_state_role", "method", "score", "reason",
     ]  # fmt: skip

@@ -5,7 +5,6 @@ Reads the store directly, so it works with or without a running service.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -150,43 +149,15 @@ def match(
     json: Json = False,
 ) -> None:
     """Rebuild conversations from recorded traffic and say which request answers which reply."""
-    del online  # with prefix and tag rules both views decide the same
-    rows = list(matched(traffic))
+    from reef.sessions.replay import replay
+    from reef.wire.traffic import read_traffic
+
+    rows = list(replay(read_traffic(traffic), online=online))
     if json:
         print_lines(rows)
         return
     columns = ("id", "session", "fate", "binds", "method", "score", "reason")
     print_table(str(traffic), columns, [[r[c] for c in columns] for r in rows])
-
-
-def matched(traffic: Path) -> Iterator[dict[str, Any]]:
-    """One line per request of a traffic file, with the fates as they stand at its end."""
-    from reef.sessions.matcher import Matcher
-    from reef.wire.traffic import read_traffic
-
-    matcher = Matcher()
-    decisions = {}
-    fates: dict[str, str] = {}
-    for exchange in read_traffic(traffic):
-        decision = decisions[exchange.id] = matcher.observe(exchange)
-        fates[exchange.id] = decision.fate.value
-        fates.update({r.id: r.fate.value for r in decision.replaced if fates.get(r.id) == "open"})
-        if decision.binds and fates.get(decision.binds) == "open":
-            fates[decision.binds] = "queued"
-    for id, decision in decisions.items():
-        state = decision.next_state
-        yield {
-            "id": id,
-            "session": decision.session,
-            "fate": "no_next_state" if fates[id] == "open" else fates[id],
-            "turn_type": decision.turn_type,
-            "binds": decision.binds,
-            "next_state": state.text if state else None,
-            "next_state_role": state.role if state else None,
-            "method": decision.method,
-            "score": decision.score,
-            "reason": decision.reason,
-        }
 
 
 def export(store: Store = DEFAULT_STORE) -> None:

@@ -20,7 +20,6 @@ from reef.learner.steps import Steps, StepSettings
 from reef.learner.turns import Turns
 from reef.recipe import Recipe, RecipeTools, load
 from reef.service import read_run_config
-from reef.sessions.matcher import Matcher
 from reef.store.database import open_database
 from reef.store.learn import LearnStore
 from reef.store.log import LogReader
@@ -64,7 +63,7 @@ def make_learner(config: Config, recipe: Recipe, gateway: GatewayAdmin | None) -
     observer = Observer(
         log,
         learn,
-        Matcher(side_models=config.sessions.side_models),
+        config.sessions,
         session_ttl_s=recipe.config.session_ttl_s,
     )
     judging = Judging(learn, turns, recipe, concurrency=getattr(recipe.config, "prm_concurrency", 8))

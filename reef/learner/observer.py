@@ -1,77 +1,166 @@
 """From the log to bound turns: the first derived step.
 
-Tails the log, lets the matcher decide, and commits decisions together with the cursor. Invariant: after
-any crash the next run continues at the cursor and decides the same. Knows no judge and no trainer.
+Tails the log, lets the matcher decide, and commits decisions, the matcher's memory and the cursor
+together. Invariant: after any crash the next run continues at the cursor and decides the same. A reaction
+that may be a side branch waits until its conversation goes on from it, or for `tentative_s`. Knows no judge
+and no trainer.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from sqlalchemy import Connection
 
-from reef.recipe import Report
+from reef.config import SessionsConfig
+from reef.recipe import NextState, Report
 from reef.sessions.fate import REOPENS, Fate, trainable
-from reef.sessions.matcher import Decision, Matcher
+from reef.sessions.index import Index
+from reef.sessions.matcher import Decision, Matcher, Revision
+from reef.store.archive import MatchArchive
 from reef.store.learn import LearnStore
 from reef.store.log import LogReader
 from reef.wire.exchange import Exchange
 
-HORIZON = 50_000
-"""exchanges before the cursor that the matcher reads again at start"""
+REBUILD = 50_000
+"""exchanges before the cursor that are read again where the matcher's memory is empty"""
+PRUNE_S = 3600.0
+"""pause between two looks for what is older than the horizon"""
+JUDGEABLE = REOPENS | {Fate.QUEUED, Fate.JUDGED, Fate.NEUTRAL}
+"""fates in which a turn can still be given another next state"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A reaction that may turn out to be a side branch."""
+
+    turn: str
+    state: NextState
+    since: float
 
 
 class Observer:
-    def __init__(self, log: LogReader, learn: LearnStore, matcher: Matcher, *, session_ttl_s: float) -> None:
+    def __init__(self, log: LogReader, learn: LearnStore, config: SessionsConfig, *, session_ttl_s: float) -> None:
         self._log = log
         self._learn = learn
-        self._matcher = matcher
+        self._config = config
         self._ttl = session_ttl_s
+        self._archive = MatchArchive(learn.engine)
         self._cursor = learn.cursor("exchanges")
         self._report_cursor = learn.cursor("reports")
-        self._restore()
-
-    def _restore(self) -> None:
-        at = max(0, self._cursor - HORIZON)
-        while at < self._cursor:
-            for exchange in self._log.tail(at, limit=min(256, self._cursor - at)):
-                self._matcher.observe(exchange)
-                at = exchange.seq
+        self._pruned = 0.0
+        self._matcher = self._new_matcher()
+        self._waiting = {
+            row.child: _Waiting(row.turn, NextState(row.role, row.next_state), row.time) for row in learn.tentative()
+        }
+        if self._cursor and self._archive.empty():
+            self._rebuild()
 
     def step(self) -> int:
         """Process what is new; returns how many rows that was."""
         rows = self._log.tail(self._cursor)
         if rows:
-            with self._learn.begin() as c:
-                for exchange in rows:
-                    self._take(c, exchange, self._matcher.observe(exchange))
-                self._learn.advance(c, "exchanges", rows[-1].seq)
+            try:
+                self._take_all(rows)
+            except BaseException:
+                self._matcher = self._new_matcher()  # it has seen what was not committed
+                raise
             self._cursor = rows[-1].seq
         return len(rows) + self._take_reports()
 
     def expire(self, now: float | None = None) -> int:
-        """End sessions nobody has continued for the TTL, counted from their records' own time."""
-        limit = (time.time() if now is None else now) - self._ttl
-        old = [row.id for row in self._learn.with_fate(Fate.OPEN) if row.time < limit]
+        """End sessions nobody has continued for the TTL, and hand on reactions that have waited long enough.
+
+        Both count from the records' own time.
+        """
+        now = time.time() if now is None else now
+        due = [child for child, w in self._waiting.items() if w.since + self._config.tentative_s <= now]
+        if due:
+            with self._learn.begin() as c:
+                for child in due:
+                    self._hand_on(c, child, f"nothing else followed within {self._config.tentative_s:g} s", now)
+        waited_for = {w.turn for w in self._waiting.values()}
+        old = [row.id for row in self._learn.with_fate(Fate.OPEN, before=now - self._ttl) if row.id not in waited_for]
         if old:
             with self._learn.begin() as c:
                 for turn in old:
                     self._learn.set_fate(c, turn, Fate.NO_NEXT_STATE, "ttl", f"nothing followed within {self._ttl:g} s")
-        return len(old)
+        if now - self._pruned > PRUNE_S:
+            self._pruned = now
+            with self._learn.begin() as c:
+                self._archive.prune(c, now - self._config.horizon_days * 86400)
+        return len(old) + len(due)
+
+    def _new_matcher(self) -> Matcher:
+        config = self._config
+        return Matcher(
+            Index(self._archive, capacity=config.memory),
+            side_models=config.side_models,
+            id_headers=config.id_headers,
+            live_s=config.live_s,
+        )
+
+    def _rebuild(self) -> None:
+        """Fill the matcher's memory from the log; what was decided stays decided."""
+        at = max(0, self._cursor - REBUILD)
+        while at < self._cursor:
+            for exchange in self._log.tail(at, limit=min(256, self._cursor - at)):
+                self._matcher.observe(exchange)
+                at = exchange.seq
+            with self._learn.begin() as c:
+                self._remember(c)
+
+    def _take_all(self, rows: list[Exchange]) -> None:
+        with self._learn.begin() as c:
+            for exchange in rows:
+                self._take(c, exchange, self._matcher.observe(exchange))
+            self._remember(c)
+            self._learn.advance(c, "exchanges", rows[-1].seq)
+
+    def _remember(self, c: Connection) -> None:
+        self._archive.save(c, list(self._matcher.index.touched.values()))
+        self._matcher.index.touched.clear()
 
     def _take(self, c: Connection, exchange: Exchange, decision: Decision) -> None:
         version = exchange.sampled.version if exchange.sampled else None
         learn = self._learn
         learn.add_turn(c, decision, seq=exchange.seq, time=exchange.time, scenario=exchange.scenario, version=version)
-        for replaced in decision.replaced:
-            if learn.fate_in(c, replaced.id) in REOPENS:
-                learn.set_fate(c, replaced.id, replaced.fate, decision.method, replaced.reason, at=exchange.time)
-        if decision.binds is None or decision.next_state is None:
+        for revision in decision.revisions:
+            self._revise(c, revision, decision, exchange.time)
+        if decision.binds is None or decision.next_state is None or decision.repeats:
             return
         state = decision.next_state
-        learn.bind(c, decision.binds, exchange.id, state.role, state.text, exchange.time)
-        if learn.fate_in(c, decision.binds) in REOPENS:
-            self._queue(c, decision.binds, decision.method, f"answered by {exchange.id}", exchange.time)
+        self._learn.bind(c, decision.binds, exchange.id, state.role, state.text, exchange.time, firm=decision.firm)
+        if decision.firm:
+            self._answered(c, decision.binds, decision.method, f"answered by {exchange.id}", exchange.time)
+        else:
+            self._waiting[exchange.id] = _Waiting(decision.binds, state, exchange.time)
+
+    def _revise(self, c: Connection, revision: Revision, cause: Decision, at: float) -> None:
+        learn = self._learn
+        if revision.turn_type:
+            learn.revise_turn(c, revision.id, turn_type=revision.turn_type)
+        if revision.fate is not None and learn.fate_in(c, revision.id) in REOPENS | {Fate.SIDE_TASK}:
+            learn.set_fate(c, revision.id, revision.fate, cause.method, revision.reason, at=at)
+        if revision.rebound:
+            self._waiting.pop(revision.id, None)
+            learn.revise_turn(c, revision.id, binds=revision.binds)
+            state = revision.next_state
+            if revision.binds and state and learn.fate_in(c, revision.binds) in JUDGEABLE:
+                learn.bind(c, revision.binds, revision.id, state.role, state.text, at)
+                self._queue(c, revision.binds, "revised", revision.reason, at)
+        elif revision.firm and revision.id in self._waiting:
+            self._hand_on(c, revision.id, revision.reason, at)
+
+    def _hand_on(self, c: Connection, child: str, reason: str, at: float) -> None:
+        waiting = self._waiting.pop(child)
+        self._learn.bind(c, waiting.turn, child, waiting.state.role, waiting.state.text, at)
+        self._answered(c, waiting.turn, "tentative", f"answered by {child}: {reason}", at)
+
+    def _answered(self, c: Connection, turn: str, rule: str, reason: str, at: float) -> None:
+        if self._learn.fate_in(c, turn) in REOPENS:
+            self._queue(c, turn, rule, reason, at)
 
     def _queue(self, c: Connection, turn: str, rule: str, reason: str, at: float) -> None:
         exchange = self._log.get(turn)

@@ -10,8 +10,8 @@ from typing import Any
 from reef.recipe import JudgedTurn, NextState, Turn, Verdict
 from reef.store.learn import LearnStore
 from reef.store.log import LogReader
-from reef.wire.chat import finish_reason, messages_of, reply_of
 from reef.wire.exchange import Message, conversation
+from reef.wire.reading import finish_reason_of, messages_of, reply_of
 
 
 class Turns:
@@ -30,11 +30,11 @@ class Turns:
             id=id,
             scenario=exchange.scenario,
             session=row.session,
-            messages=messages_of(exchange.request),
-            reply=reply_of(exchange.response) or Message("assistant", ""),
+            messages=messages_of(exchange),
+            reply=reply_of(exchange) or Message("assistant", ""),
             next=NextState(binding.role, binding.next_state) if binding else None,
             sampled=exchange.sampled,
-            finish_reason=finish_reason(exchange.response),
+            finish_reason=finish_reason_of(exchange),
             tools=bool(exchange.request.get("tools")),
             earlier=tuple(self._learn.ancestors(id)),
             reports=self._learn.reports_on(id),

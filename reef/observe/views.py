@@ -15,7 +15,7 @@ from reef.errors import NotFound
 from reef.sessions.fate import NOT_A_TURN, REACHED_JUDGE, WAITING, Fate
 from reef.store.log import LogReader
 from reef.store.schema import bindings, exchanges, fates, releases, steps, turns, verdicts
-from reef.wire.chat import messages_of, reply_of
+from reef.wire.reading import messages_of, reply_of
 
 
 class Views:
@@ -110,7 +110,7 @@ class Views:
                 .where((verdicts.c.turn == receipt) | (verdicts.c.charged == receipt))
                 .order_by(verdicts.c.seq)
             ).all()
-        reply = reply_of(exchange.response)
+        reply = reply_of(exchange)
         sampled = exchange.sampled
         return {
             "receipt": receipt,
@@ -119,7 +119,7 @@ class Views:
             "client": exchange.client,
             "status": exchange.status,
             "delivered": exchange.delivered.value,
-            "messages": [{"role": m.role, "content": m.content} for m in messages_of(exchange.request)],
+            "messages": [{"role": m.role, "content": m.content} for m in messages_of(exchange)],
             "reply": reply.content if reply else None,
             "sampled": {
                 "prompt_tokens": len(sampled.prompt_ids),

@@ -1,26 +1,31 @@
-"""Canonical digests: what makes two messages the same for matching.
+"""Canonical digests: what makes two pieces of a conversation the same for matching.
 
-A conversation is a chain of digests; equal chains are equal histories. Insensitive to what clients
-rewrite (whitespace, key order and spacing of tool arguments, unicode form), sensitive to everything
-else. The system message stands beside the chain. Pure functions; knows no index and no exchange.
+Insensitive to what clients rewrite (whitespace, unicode form, key order and spacing of tool arguments),
+sensitive to everything else. Pure functions of text; knows no message, no index and no exchange.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import unicodedata
-from collections.abc import Sequence
-
-from reef.wire.exchange import Message
+from collections.abc import Iterable, Sequence
 
 ROOT = b""
+SIZE = 8
+"""bytes of a digest: with a billion of them the chance of one collision is about 3 %"""
+OPENING = 6
+"""words by which a quoted text is found again"""
 _ZERO_WIDTH = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"))
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af]|[^\W_]+")
 
 
 def fold(text: str) -> str:
     """Text with whitespace folded, NFC, zero-width characters removed."""
-    return " ".join(unicodedata.normalize("NFC", text.translate(_ZERO_WIDTH)).split())
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", text.translate(_ZERO_WIDTH))
+    return " ".join(text.split())
 
 
 def canonical_arguments(arguments: str) -> str:
@@ -31,25 +36,32 @@ def canonical_arguments(arguments: str) -> str:
         return fold(arguments)
 
 
-def digest(message: Message) -> bytes:
-    """16 bytes that identify a message within its role."""
-    calls = [[name, canonical_arguments(arguments)] for name, arguments in message.tool_calls]
-    atom = json.dumps([message.role, fold(message.content), calls], ensure_ascii=True)
-    return hashlib.blake2b(atom.encode(), digest_size=16).digest()
+def digest(kind: str, text: str) -> bytes:
+    """`SIZE` bytes that identify a folded text within its kind."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIZE, person=kind.encode()).digest()
 
 
-def extend(chain: bytes, message: Message) -> bytes:
-    """The chain after one more message; system messages leave it as it is."""
-    if message.role == "system":
-        return chain
-    return hashlib.blake2b(chain + digest(message), digest_size=16).digest()
+def join(parts: Iterable[bytes]) -> bytes:
+    """One digest of several, in order."""
+    return hashlib.blake2b(b"".join(parts), digest_size=SIZE).digest()
 
 
-def chains(messages: Sequence[Message]) -> list[bytes]:
-    """The chain after each message."""
-    out = []
-    chain = ROOT
-    for message in messages:
-        chain = extend(chain, message)
-        out.append(chain)
-    return out
+def extend(chain: bytes, part: bytes) -> bytes:
+    """The chain after one more part."""
+    return hashlib.blake2b(chain + part, digest_size=SIZE).digest()
+
+
+def words(text: str) -> list[str]:
+    """The words of a text, case kept; every Chinese, Japanese or Korean character is one."""
+    return _WORD.findall(text)
+
+
+def opening(said: Sequence[str]) -> bytes | None:
+    """The digest of a text's first words; None if it has too few to be told from others."""
+    return digest("opening", " ".join(said[:OPENING])) if len(said) >= OPENING else None
+
+
+def openings(said: Sequence[str]) -> Iterable[bytes]:
+    """The digest of each run of `OPENING` words, by which texts quoted inside are found."""
+    for at in range(len(said) - OPENING + 1):
+        yield digest("opening", " ".join(said[at : at + OPENING]))

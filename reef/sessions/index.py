@@ -1,79 +1,218 @@
-"""Where a reply can be found again: by the chain of the conversation that ends in it.
+"""Where a recorded reply can be found again.
 
-Owns the in-memory matching state: one `Node` per recorded reply, reachable by chain within a scope and
-by tag. A request's cost depends on its own messages, never on the number of live sessions. Knows no
-database; it is rebuilt from the log at start.
+One `Node` for each exchange, found by keys: digests of the conversation that ends in its reply, of the
+request alone, of the reply with what stood before it, of its first words, of the user's words. A look-up
+costs the same for ten sessions and for a million. Memory is bounded: what was longest untouched is left to
+the archive, if there is one, and found there. Knows no rule of matching.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Protocol
+
+MOST = 8
+"""nodes kept under one key: the newest"""
+CHILDREN = 32
+"""requests remembered as reacting to one reply"""
+
+
+class By(StrEnum):
+    """What a key is a digest of."""
+
+    CHAIN = "chain"
+    """the whole conversation, reply included"""
+    REQUEST = "request"
+    """the whole conversation without the reply"""
+    REPLY = "reply"
+    """the reply alone"""
+    REPLY_1 = "reply1"
+    """the reply and the atom before it"""
+    REPLY_2 = "reply2"
+    """the reply and two atoms before it"""
+    OPENING = "opening"
+    """the reply's first words"""
+    QUOTE = "quote"
+    """the first words of a text in the reply's tool calls"""
+    USER = "user"
+    """the newest words of the user"""
+    RESPONSE = "response"
+    """the answer's own id"""
+    SESSION = "session"
+    """the session: its newest main exchange"""
+    GROUP = "group"
+    """the known id and the shape of the request: its newest main exchange"""
 
 
 @dataclass(slots=True)
 class Node:
-    """A recorded reply that a later request may continue."""
+    """What matching remembers of an exchange."""
 
     id: str
-    session: str
+    seq: int
     time: float
-    chain: bytes
-    """of the request's messages and the reply"""
-    request_chain: bytes
+    scope: str
+    session: str
+    group: str | None
+    """known id of the conversation, rule included"""
     parent: str | None
+    """the exchange whose reply it answers or would answer"""
+    side: str | None
+    """why it is a side call"""
+    kind: str
+    """main, or what sort of side call"""
+    final_side: bool
+    """a side call even if somebody goes on from its reply"""
     answered: bool
-    """a usable reply was delivered in full"""
+    """a reply, whole or in part, reached the client"""
+    failed: bool
+    """the attempt failed or its answer was not delivered whole"""
+    shape: str
+    agent: str
+    """user agent and model"""
+    tools: bool
+    opener: bool
+    """the request carried no reply"""
+    chain: bytes
+    request: bytes
+    tail: tuple[bytes, ...]
+    """digests of the atoms after the last reply"""
+    asked: str
+    """the user's newest words, as sent"""
+    said: str
+    """first words of the reply"""
+    ending: str
+    """last characters of the reply"""
+    binds: bool
+    """the parent's next state is this request"""
+    firm: bool
     children: list[str] = field(default_factory=list)
+    continued: bool = False
+    """a main request went on from its reply"""
+    keys: tuple[bytes, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        body = asdict(self)
+        for name in ("chain", "request"):
+            body[name] = body[name].hex()
+        for name in ("tail", "keys"):
+            body[name] = [part.hex() for part in body[name]]
+        return body
+
+    @staticmethod
+    def from_json(body: dict[str, Any]) -> Node:
+        known = {f.name for f in fields(Node)}
+        data = {k: v for k, v in body.items() if k in known}
+        for name in ("chain", "request"):
+            data[name] = bytes.fromhex(data[name])
+        for name in ("tail", "keys"):
+            data[name] = tuple(bytes.fromhex(part) for part in data[name])
+        return Node(**data)
+
+
+class Archive(Protocol):
+    """Nodes that have left memory."""
+
+    def load(self, id: str) -> Node | None: ...
+
+    def find(self, keys: Sequence[bytes]) -> Sequence[str]:
+        """Ids under any of the keys, the newest of each key."""
+        ...
+
+
+class Nowhere:
+    """The archive of a matcher that lives in memory only."""
+
+    def load(self, id: str) -> Node | None:
+        return None
+
+    def find(self, keys: Sequence[bytes]) -> Sequence[str]:
+        return ()
+
+
+def key(scope: str, by: By, value: bytes | str) -> bytes:
+    """The key of a value within a scope (a digest, 64 characters at most)."""
+    raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+    return hashlib.blake2b(raw, digest_size=8, person=by.encode(), key=scope.encode()).digest()
 
 
 class Index:
-    """Replies by chain and by tag, oldest forgotten first once there are `capacity` of them."""
+    """Nodes by id and by key, over an archive."""
 
-    def __init__(self, capacity: int = 200_000) -> None:
+    def __init__(self, archive: Archive | None = None, *, capacity: int = 200_000) -> None:
+        self._archive = Nowhere() if archive is None else archive
         self._capacity = capacity
         self._nodes: OrderedDict[str, Node] = OrderedDict()
-        self._by_chain: dict[tuple[Hashable, bytes], list[str]] = {}
-        self._by_request: dict[tuple[Hashable, bytes], list[str]] = {}
-        self._newest_of: dict[tuple[Hashable, str], str] = {}
-        self._keys: dict[str, tuple[Hashable, str | None]] = {}
+        self._by: dict[bytes, tuple[str, ...]] = {}
+        self._complete = archive is None
+        """nothing is in the archive that is not in memory"""
+        self.touched: dict[str, Node] = {}
+        """new and changed since the owner last cleared it: what an archive has to be told"""
 
-    def add(self, scope: Hashable, tag: str | None, node: Node) -> None:
-        self._nodes[node.id] = node
-        self._keys[node.id] = (scope, tag)
-        if node.answered:
-            self._by_chain.setdefault((scope, node.chain), []).append(node.id)
-            if tag is not None:
-                self._newest_of[scope, tag] = node.id
-        self._by_request.setdefault((scope, node.request_chain), []).append(node.id)
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def add(self, node: Node, keys: Iterable[bytes]) -> None:
+        """Remember a node under its keys, the newest of each."""
+        node.keys = tuple(dict.fromkeys(keys))
+        self._insert(node)
+        self.touched[node.id] = node
+
+    def changed(self, node: Node) -> None:
+        """Tell that a node's facts have changed."""
+        self.touched[node.id] = node
+
+    def get(self, id: str) -> Node | None:
+        node = self._nodes.get(id)
+        if node is None and not self._complete:
+            node = self._archive.load(id)
+            if node is not None:
+                self._insert(node)
+        return node
+
+    def under(self, key: bytes) -> list[Node]:
+        """The newest nodes under a key, oldest first."""
+        ids = self._by.get(key, ())
+        if not self._complete and len(ids) < MOST:
+            ids = tuple(dict.fromkeys((*self._archive.find((key,)), *ids)))
+        found = [node for id in ids if (node := self.get(id)) is not None]
+        return sorted(found, key=lambda n: n.seq)[-MOST:] if len(found) > 1 else found
+
+    def under_any(self, keys: Sequence[bytes]) -> list[Node]:
+        """The nodes under any of many keys, oldest first."""
+        ids = dict.fromkeys(id for k in keys for id in self._by.get(k, ()))
+        if not self._complete and keys:
+            ids |= dict.fromkeys(self._archive.find(keys))
+        return sorted((n for id in ids if (n := self.get(id)) is not None), key=lambda n: n.seq)
+
+    def also_under(self, node: Node, keys: Iterable[bytes]) -> None:
+        """Find a node under more keys than it had."""
+        node.keys = tuple(dict.fromkeys((*node.keys, *keys)))
+        self._insert(node)
+        self.changed(node)
+
+    def trim(self) -> None:
+        """Forget what was longest untouched, down to the capacity. What the archive was not told stays."""
         while len(self._nodes) > self._capacity:
-            self._forget(next(iter(self._nodes)))
+            id, node = next(iter(self._nodes.items()))
+            if id in self.touched:
+                return
+            self._complete = self._complete and isinstance(self._archive, Nowhere)
+            del self._nodes[id]
+            for k in node.keys:
+                left = tuple(i for i in self._by.get(k, ()) if i != id)
+                if left:
+                    self._by[k] = left
+                else:
+                    self._by.pop(k, None)
 
-    def node(self, id: str) -> Node | None:
-        return self._nodes.get(id)
-
-    def ending_in(self, scope: Hashable, chain: bytes) -> list[Node]:
-        """Replies whose conversation has this chain, oldest first."""
-        return [self._nodes[i] for i in self._by_chain.get((scope, chain), ())]
-
-    def asked(self, scope: Hashable, request_chain: bytes) -> list[Node]:
-        """Exchanges with this very conversation as their request, oldest first."""
-        return [self._nodes[i] for i in self._by_request.get((scope, request_chain), ())]
-
-    def newest_of(self, scope: Hashable, tag: str) -> Node | None:
-        """The last answered reply under a tag."""
-        id = self._newest_of.get((scope, tag))
-        return self._nodes.get(id) if id else None
-
-    def _forget(self, id: str) -> None:
-        node = self._nodes.pop(id)
-        scope, tag = self._keys.pop(id)
-        for table, chain in ((self._by_chain, node.chain), (self._by_request, node.request_chain)):
-            ids = table.get((scope, chain))
-            if ids and id in ids:
-                ids.remove(id)
-                if not ids:
-                    del table[scope, chain]
-        if tag is not None and self._newest_of.get((scope, tag)) == id:
-            del self._newest_of[scope, tag]
+    def _insert(self, node: Node) -> None:
+        self._nodes[node.id] = node
+        for k in node.keys:
+            ids = self._by.get(k, ())
+            if node.id not in ids:
+                self._by[k] = (*ids, node.id)[-MOST:]

@@ -1,32 +1,48 @@
 """Finding the reply that a request reacts to.
 
-Owns the decision for each exchange: its session, the reply it answers, that reply's next state, and
-what becomes of replies it replaces. Invariants: deterministic in log order; a request never binds its
-own reply; no reply gets two next states. It reads exchanges only; verdicts and weights are not known
-here, and nothing here touches a database.
+Owns the decision for each exchange: its session, the reply it answers, that reply's next state, and what
+becomes of earlier decisions in its light. Invariants: deterministic in log order; a request never binds
+its own reply; no reply gets two next states, unless the second is a revision that takes the first back. It
+reads exchanges only; verdicts and weights are not known here, and nothing here touches a database.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reef.recipe import NextState
-from reef.sessions.digest import ROOT, chains, extend
+from reef.sessions.digest import extend, fold
+from reef.sessions.evidence import Ask, Finder, Found, ending_of, node_keys, said_of, wraps
 from reef.sessions.fate import Fate, arrival_fate
-from reef.sessions.index import Index, Node
-from reef.sessions.ladder import known_id, marked_side
-from reef.wire.chat import messages_of, reply_of
-from reef.wire.exchange import Exchange, Message
+from reef.sessions.index import CHILDREN, By, Index, Node, key
+from reef.sessions.ladder import HEADERS, KnownId, id_in_text, known_id, previous_response
+from reef.sessions.transcript import HARNESS, USER, Atom, Transcript, next_state, transcript
+from reef.sessions.turntype import Side, Suspect, turn_type
+from reef.wire.exchange import Delivered, Exchange
+from reef.wire.reading import response_id_of
+
+ASKED = 4000
+"""characters kept of a user's newest words, to tell them from what a client wraps around them"""
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced:
-    """An earlier exchange whose fate this request settles."""
+class Revision:
+    """What an earlier exchange is now, in the light of a later one."""
 
     id: str
-    fate: Fate
     reason: str
+    fate: Fate | None = None
+    """settles its fate, if nothing else has"""
+    turn_type: str | None = None
+    binds: str | None = None
+    """with `rebound`: the reply it answers after all"""
+    next_state: NextState | None = None
+    rebound: bool = False
+    """its binding has changed: to `binds`, or taken back if that is None"""
+    firm: bool = False
+    """its binding no longer waits"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,133 +62,338 @@ class Decision:
     method: str
     score: float
     reason: str
-    replaced: tuple[Replaced, ...] = ()
+    runner_up: str | None = None
+    """the next best parent"""
+    firm: bool = True
+    """False: may be a side branch, waits for the conversation's next request"""
+    repeats: bool = False
+    """the same reaction as an earlier attempt's: the reply has its next state already"""
+    revisions: tuple[Revision, ...] = ()
 
 
-def next_state(messages: Sequence[Message], after: int) -> NextState | None:
-    """What follows message `after`: all tool results, or the user's words, which weigh most."""
-    following = messages[after + 1 :]
-    users = [m.content for m in following if m.role == "user" and m.content.strip()]
-    if users:
-        return NextState("user", "\n\n".join(users))
-    tools = [m.content for m in following if m.role == "tool"]
-    return NextState("tool", "\n\n".join(tools)) if tools else None
+@dataclass(slots=True)
+class _Place:
+    """Where a main request goes in its conversation."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Found:
     parent: Node | None
-    session: str | None
-    next: NextState | None
+    binds: bool
+    firm: bool
+    repeats: bool
     method: str
     score: float
     reason: str
-    replaced: tuple[Replaced, ...] = ()
+    after: int
 
 
 class Matcher:
     """Feeds on exchanges in log order."""
 
-    def __init__(self, index: Index | None = None, *, side_models: tuple[str, ...] = ()) -> None:
-        self._index = index or Index()
-        self._side_models = side_models
+    def __init__(
+        self,
+        index: Index | None = None,
+        *,
+        side_models: Sequence[str] = (),
+        id_headers: Sequence[str] = HEADERS,
+        live_s: float = 900.0,
+    ) -> None:
+        self.index = Index() if index is None else index
+        self._finder = Finder(self.index, live_s=live_s)
+        self._side_models = tuple(side_models)
+        self._id_headers = tuple(id_headers)
+        self._seq = 0
 
     def observe(self, exchange: Exchange) -> Decision:
         """Decide about the next exchange of the log, and remember it."""
-        scope = (exchange.client, exchange.headers.get("user-agent"), exchange.scenario)
-        messages = messages_of(exchange.request)
-        known = known_id(exchange)
-        tag = known.value if known else None
-        side = marked_side(exchange, self._side_models)
-        found = self._find(scope, tag, messages)
-        fate, rule, why = arrival_fate(exchange, side=side is not None)
-        session = found.session or (f"tag:{tag}" if tag else exchange.id)
-        chain_of_request = chains(messages)[-1] if messages else ROOT
-        reply = reply_of(exchange.response)
-        node = Node(
-            id=exchange.id,
-            session=session,
+        self._seq = exchange.seq or self._seq + 1
+        t = transcript(exchange)
+        known = known_id(exchange, self._id_headers) or _told_in_text(t)
+        ask = Ask(
+            transcript=t,
+            scope=_scope(exchange),
+            known=known,
+            agent=f"{exchange.headers.get('user-agent')} {exchange.request.get('model')}",
             time=exchange.time,
-            chain=extend(chain_of_request, reply) if reply else chain_of_request,
-            request_chain=chain_of_request,
-            parent=found.parent.id if found.parent else None,
-            answered=reply is not None and side is None,
+            previous=previous_response(exchange),
         )
-        counts = side is None and not exchange.train_opt_out  # an opted-out text judges nobody
-        binds = found.parent if counts else None
-        replaced = found.replaced if counts else ()
-        if counts and fate is Fate.OPEN:
-            replaced += self._superseded(scope, node)
-        if binds is not None:
-            binds.children.append(exchange.id)
-        self._index.add(scope, tag, node)
+        found = self._finder.find(ask)
+        twins = self._twins(ask)
+        side = turn_type(exchange, t, found, twins, self._side_models)
+        revisions: list[Revision] = []
+        if isinstance(side, Side) or exchange.train_opt_out:
+            place = _aside(found, side)
+        else:
+            self._unwrap(t, found)
+            self._recognise(found.parent, revisions)
+            place = self._place(t, found, suspect=side)
+        node = self._node(exchange, ask, found, place, side if isinstance(side, Side) else None)
+        if node.binds and place.parent is not None:
+            self._continue(place.parent, node, revisions)
+        elif place.parent is not None and node.side is None and not exchange.train_opt_out:
+            self._child(place.parent, node)
+        self._ambiguous(found, node, revisions)
+        self._earlier_title(node, twins, revisions)
+        self.index.add(node, node_keys(node, t, known, response_id_of(exchange)))
+        self.index.trim()
+        return self._decision(exchange, node, t, found, place, side, revisions)
+
+    # placing a main request
+
+    def _place(self, t: Transcript, found: Found, *, suspect: Side | Suspect | None) -> _Place:
+        parent = found.parent
+        place = _Place(parent, False, suspect is None, False, found.method, found.score, found.reason, found.after)
+        if parent is None:
+            return place
+        tail = _tail(t.atoms[found.after :])
+        children = [c for id in parent.children if (c := self.index.get(id)) is not None]
+        for child in children:
+            if child.tail == tail:
+                return self._again(place, parent, child, children)
+            dropped = child.side is None and child.answered and not child.continued
+            if dropped and len(child.tail) < len(tail) and _starts(tail, child.tail):
+                return self._unechoed(place, t, child)
+        if any(c.binds for c in children):
+            place.binds, place.method = False, "branch"
+            place.reason = f"{parent.id} was continued by {children[0].id} already: an edited message or a side branch"
+            return place
+        place.binds = bool(t.atoms[found.after :])
+        return place
+
+    def _again(self, place: _Place, parent: Node, child: Node, children: Sequence[Node]) -> _Place:
+        """The same request as an earlier one: a retry, or the reply is generated again."""
+        place.repeats = any(c.binds for c in children)
+        place.binds = not place.repeats
+        failed = all(c.failed for c in children if c.tail == child.tail)
+        place.method = "retry" if failed else "regenerate"
+        what = "an attempt that failed" if failed else "a request that was answered"
+        place.reason = f"the same as {child.id}, {what}, after the reply of {parent.id}"
+        return place
+
+    def _unechoed(self, place: _Place, t: Transcript, child: Node) -> _Place:
+        """The client dropped the reply to `child`, but kept what it had asked there."""
+        left = len(child.tail)
+        while left and place.after < len(t.atoms):
+            left -= t.atoms[place.after].kind != HARNESS
+            place.after += 1
+        place.parent = child
+        place.binds = any(a.kind == USER for a in t.atoms[place.after :])
+        place.reason = f"goes on after {child.id}, whose reply is not sent back"
+        place.score = 0.8
+        return place
+
+    # what it changes
+
+    def _continue(self, parent: Node, node: Node, revisions: list[Revision]) -> None:
+        """`node` binds `parent`: the parent is the reply that lives on."""
+        if not parent.continued:
+            parent.continued = True
+            revisions += self._superseded(parent, node)
+            self._lives(parent, revisions)
+        self._child(parent, node)
+
+    def _child(self, parent: Node, node: Node) -> None:
+        parent.children = [*parent.children[-CHILDREN:], node.id]
+        self.index.changed(parent)
+
+    def _lives(self, node: Node, revisions: list[Revision]) -> None:
+        """A request goes on from `node`: of the reactions to its parent, its own is the one that counts."""
+        if node.binds and not node.firm:
+            node.firm = True
+            revisions.append(Revision(node.id, "its conversation goes on from it", firm=True))
+        parent = self.index.get(node.parent) if node.parent else None
+        if node.binds or parent is None or node.side is not None:
+            return
+        rivals = [c for id in parent.children if id != node.id and (c := self.index.get(id)) is not None and c.binds]
+        if any(c.continued or c.tail == node.tail for c in rivals):
+            return
+        for rival in rivals:
+            rival.binds = False
+            self.index.changed(rival)
+            why = f"the conversation went on from {node.id} without its message"
+            revisions.append(Revision(rival.id, why, rebound=True))
+        state = NextState("user", node.asked) if node.asked else None
+        if state is not None:
+            node.binds = node.firm = True
+            self.index.changed(node)
+            why = f"the conversation goes on from it, and not from {', '.join(r.id for r in rivals) or 'another'}"
+            revisions.append(Revision(node.id, why, binds=parent.id, next_state=state, rebound=True, firm=True))
+
+    def _superseded(self, parent: Node, node: Node) -> list[Revision]:
+        """Other replies to the request that `parent` answered: the continued one is credited."""
+        out = []
+        for other in self.index.under(key(parent.scope, By.REQUEST, parent.request)):
+            same = other.parent == parent.parent and other.session == parent.session
+            if other.id == parent.id or not same or other.continued or not other.answered or other.side:
+                continue
+            reason = f"asked again as {parent.id}, whose reply {node.id} goes on from"
+            out.append(Revision(other.id, reason, fate=Fate.RETRY_SUPERSEDED))
+        return out
+
+    def _recognise(self, parent: Node | None, revisions: list[Revision]) -> None:
+        """A side call that somebody talks to was a turn."""
+        if parent is None or parent.side is None:
+            return
+        parent.side, parent.kind = None, "main"
+        self.index.changed(parent)
+        self.index.also_under(parent, [key(parent.scope, By.SESSION, parent.session)])
+        revisions.append(Revision(parent.id, "a user goes on from its reply", turn_type="main", fate=Fate.OPEN))
+        above = self.index.get(parent.parent) if parent.parent else None
+        if above is None or not parent.asked:
+            return
+        children = [c for id in above.children if (c := self.index.get(id)) is not None]
+        if not any(c.binds for c in children):
+            parent.binds = parent.firm = above.continued = True
+            self._child(above, parent)
+            state = NextState("user", parent.asked)
+            why = "a user goes on from its reply, so it was one's reaction"
+            revisions.append(Revision(parent.id, why, binds=above.id, next_state=state, rebound=True, firm=True))
+
+    def _ambiguous(self, found: Found, node: Node, revisions: list[Revision]) -> None:
+        if node.side is not None:
+            return
+        for lost in found.ambiguous:
+            reason = f"{node.id} fits {len(found.ambiguous)} conversations equally well"
+            revisions.append(Revision(lost.id, reason, fate=Fate.AMBIGUOUS))
+
+    def _earlier_title(self, node: Node, twins: Sequence[Node], revisions: list[Revision]) -> None:
+        """A call without tools that came just before its conversation and asked about its first words."""
+        if node.side is not None or not node.opener or not node.tools:
+            return
+        for twin in twins:
+            early = twin.opener and not twin.tools and not twin.continued and twin.side is None
+            if early and node.time - twin.time <= 60.0 and twin.shape != node.shape:
+                twin.side = f"asked the opening words of {node.id} without its tools"
+                self.index.changed(twin)
+                revisions.append(Revision(twin.id, twin.side, turn_type="side", fate=Fate.SIDE_TASK))
+
+    # reading a request
+
+    def _twins(self, ask: Ask) -> list[Node]:
+        """Other requests with the same newest words, while this one has no history."""
+        newest = ask.transcript.newest()
+        if ask.transcript.groups or newest is None:
+            return []
+        return self.index.under(key(ask.scope, By.USER, ask.transcript.atoms[newest].digest))
+
+    def _unwrap(self, t: Transcript, found: Found) -> None:
+        """Take off what the client wraps around its newest message only: the parent's newest message is now
+        sent back without it, so the difference is known."""
+        parent, newest = found.parent, t.newest()
+        if parent is None or newest is None or not parent.asked:
+            return
+        group = next((g for g in reversed(t.groups) if g.end == found.after), None)
+        echo = next((a.text for a in reversed(t.atoms[: group.start if group else 0]) if a.kind == USER), "").strip()
+        asked = parent.asked.strip()
+        if not echo or fold(asked) == fold(echo) or not wraps(asked, echo):
+            return
+        before, found_it, after = asked.partition(echo)
+        text = t.atoms[newest].text.strip()
+        if found_it and (before or after) and len(text) > len(before) + len(after):
+            bare = text.removeprefix(before).removesuffix(after).strip()
+            if bare and bare != text:
+                t.rewrite(newest, bare)
+
+    def _node(self, exchange: Exchange, ask: Ask, found: Found, place: _Place, side: Side | None) -> Node:
+        t = ask.transcript
+        near = found.task or (found.quoted[-1] if found.quoted else None)
+        parent = place.parent or (near if side else None)
+        newest = t.newest()
+        tail = t.atoms[place.after :] if place.parent is not None else t.tail
+        return Node(
+            id=exchange.id,
+            seq=self._seq,
+            time=exchange.time,
+            scope=ask.scope,
+            session=_session(exchange, ask.known, parent),
+            group=ask.known.group if ask.known else None,
+            parent=parent.id if parent else None,
+            side=side.reason if side else None,
+            kind=side.kind if side else "main",
+            final_side=side.final if side else False,
+            answered=bool(t.reply),
+            failed=not t.reply or exchange.status >= 400 or exchange.delivered is not Delivered.FULL,
+            shape=t.shape.hex(),
+            agent=ask.agent,
+            tools=t.tools,
+            opener=not t.groups,
+            chain=_chain_with(t),
+            request=t.chains[-1],
+            tail=_tail(tail),
+            asked=t.atoms[newest].text[:ASKED] if newest is not None else "",
+            said=said_of(t.reply),
+            ending=ending_of(t.reply),
+            binds=place.binds and not exchange.train_opt_out,
+            firm=place.firm,
+        )
+
+    def _decision(
+        self,
+        exchange: Exchange,
+        node: Node,
+        t: Transcript,
+        found: Found,
+        place: _Place,
+        side: Side | Suspect | None,
+        revisions: list[Revision],
+    ) -> Decision:
+        fate, rule, why = arrival_fate(exchange, side=node.side is not None)
+        answers = node.binds or (place.repeats and not exchange.train_opt_out)
+        state = next_state(t.atoms[place.after :]) if answers else None
+        binds = place.parent.id if answers and place.parent is not None and state is not None else None
         return Decision(
             id=exchange.id,
-            session=session,
-            turn_type="side" if side else "main",
+            session=node.session,
+            turn_type="side" if node.side is not None else "main",
             fate=fate,
             rule=rule,
-            fate_reason=side or why,
-            binds=binds.id if binds else None,
-            next_state=found.next if binds else None,
-            method=found.method,
-            score=found.score,
-            reason=found.reason,
-            replaced=replaced,
+            fate_reason=node.side or why,
+            binds=binds,
+            next_state=state if binds else None,
+            method=place.method,
+            score=place.score,
+            reason=place.reason + (f" (waits: {side.reason})" if isinstance(side, Suspect) else ""),
+            runner_up=found.runner_up.id if found.runner_up else None,
+            firm=place.firm,
+            repeats=place.repeats,
+            revisions=tuple(revisions),
         )
 
-    def _find(self, scope: tuple[str | None, ...], tag: str | None, messages: Sequence[Message]) -> _Found:
-        last = max((i for i, m in enumerate(messages) if m.role == "assistant"), default=None)
-        if last is not None:
-            by_prefix = self._by_prefix(scope, messages, last)
-            if by_prefix is not None:
-                return by_prefix
-        if tag is not None:
-            return self._by_tag(scope, tag, messages, last)
-        why = "opens a conversation" if last is None else "its history was not served here"
-        return _Found(None, None, None, "none", 0.0, why)
 
-    def _by_prefix(self, scope: tuple[str | None, ...], messages: Sequence[Message], last: int) -> _Found | None:
-        candidates = self._index.ending_in(scope, chains(messages)[last])
-        if not candidates:
-            return None
-        following = next_state(messages, last)
-        free = [c for c in candidates if not c.children]
-        if len({c.session for c in free}) > 1:
-            reason = f"{len(free)} conversations have this very history"
-            lost = tuple(Replaced(c.id, Fate.AMBIGUOUS, reason) for c in free)
-            return _Found(None, None, None, "ambiguous", 0.5, reason, lost)
-        if free:
-            rest = tuple(
-                Replaced(c.id, Fate.RETRY_SUPERSEDED, f"the same reply was continued as {free[-1].id}")
-                for c in free[:-1]
-            )
-            reason = f"its first {last + 1} messages are the conversation that ends in this reply"
-            return _Found(free[-1], free[-1].session, following, "prefix", 1.0, reason, rest)
-        parent = candidates[-1]
-        reason = f"{parent.id} was continued by {parent.children[0]} already: a retry or an edited message"
-        return _Found(None, parent.session, None, "branch", 1.0, reason)
+def _aside(found: Found, side: Side | Suspect | None) -> _Place:
+    """A request that reacts to nothing."""
+    reason = side.reason if side else "it opted out of training"
+    return _Place(found.parent, False, True, False, found.method, found.score, reason, found.after)
 
-    def _by_tag(self, scope: tuple[str | None, ...], tag: str, messages: Sequence[Message], last: int | None) -> _Found:
-        newest = self._index.newest_of(scope, tag)
-        if newest is None:
-            return _Found(None, None, None, "tag", 1.0, "first request under this tag")
-        if newest.children:
-            return _Found(None, newest.session, None, "tag", 0.5, f"{newest.id} was continued already")
-        following = next_state(messages, last if last is not None else -1)
-        reason = "arrived next under the same tag; the transcript could not tell"
-        return _Found(newest, newest.session, following, "tag", 0.8, reason)
 
-    def _superseded(self, scope: tuple[str | None, ...], node: Node) -> tuple[Replaced, ...]:
-        """Earlier attempts at the very same request that nobody continued: retries of one turn.
+def _scope(exchange: Exchange) -> str:
+    """Requests of one credential and one policy can belong together; no others."""
+    raw = f"{exchange.client}\0{exchange.scenario}"
+    return hashlib.blake2b(raw.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
-        An opener only counts as a retry when its attempt failed, since two people may well begin
-        with the same words.
-        """
-        earlier = [n for n in self._index.asked(scope, node.request_chain) if not n.children]
-        same = [n for n in earlier if n.session == node.session]
-        return tuple(
-            Replaced(n.id, Fate.RETRY_SUPERSEDED, f"asked again as {node.id}, which replaces it")
-            for n in same
-            if n.answered
-        )
+
+def _session(exchange: Exchange, known: KnownId | None, parent: Node | None) -> str:
+    if known is not None:
+        name = known.group
+        return name if len(name) <= 64 else f"{known.rule}:{hashlib.blake2b(name.encode(), digest_size=12).hexdigest()}"
+    return parent.session if parent is not None else exchange.id
+
+
+def _told_in_text(t: Transcript) -> KnownId | None:
+    first = next((m.content for m in t.messages if m.role == "user"), "")
+    return id_in_text(first)
+
+
+def _tail(atoms: Sequence[Atom]) -> tuple[bytes, ...]:
+    """What tells one reaction to a reply from another; the harness's words only where there are no others."""
+    told = tuple(a.digest for a in atoms if a.kind != HARNESS)
+    return told or tuple(a.digest for a in atoms)
+
+
+def _starts(tail: Sequence[bytes], start: Sequence[bytes]) -> bool:
+    return bool(start) and tuple(tail[: len(start)]) == tuple(start)
+
+
+def _chain_with(t: Transcript) -> bytes:
+    chain = t.chains[-1]
+    for atom in t.reply:
+        chain = extend(chain, atom.digest)
+    return chain

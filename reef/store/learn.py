@@ -44,6 +44,10 @@ class LearnStore:
         self._engine = engine
         self._lock = threading.Lock()
 
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
     @contextmanager
     def begin(self) -> Iterator[Connection]:
         """A transaction. One at a time, so that a fate read in it is still the fate when it writes."""
@@ -71,19 +75,27 @@ class LearnStore:
             rows = c.execute(select(turn_reports).where(turn_reports.c.turn == turn))
             return tuple(Report(r.report, r.score, r.feedback) for r in rows)
 
-    def with_fate(self, fate: Fate, limit: int = 1000) -> list[Row[Any]]:
-        """Turns of a fate, in log order."""
+    def with_fate(self, fate: Fate, limit: int = 1000, *, before: float | None = None) -> list[Row[Any]]:
+        """Turns of a fate, in log order; only those whose record is older than `before`."""
+        query = select(turns).where(turns.c.fate == fate.value)
+        if before is not None:
+            query = query.where(turns.c.time < before)
         with self._engine.connect() as c:
-            return list(c.execute(select(turns).where(turns.c.fate == fate.value).order_by(turns.c.seq).limit(limit)))
+            return list(c.execute(query.order_by(turns.c.seq).limit(limit)))
 
     def turn(self, id: str) -> Row[Any] | None:
         with self._engine.connect() as c:
             return c.execute(select(turns).where(turns.c.id == id)).first()
 
     def binding(self, turn: str) -> Row[Any] | None:
-        """The newest binding of a turn."""
+        """The newest binding of a turn that no longer waits."""
         with self._engine.connect() as c:
-            query = select(bindings).where(bindings.c.turn == turn).order_by(bindings.c.seq.desc()).limit(1)
+            query = (
+                select(bindings)
+                .where(bindings.c.turn == turn, bindings.c.firm.is_(True))
+                .order_by(bindings.c.seq.desc())
+                .limit(1)
+            )
             return c.execute(query).first()
 
     def verdict_on(self, turn: str) -> Row[Any] | None:
@@ -168,8 +180,20 @@ class LearnStore:
         )
         self.set_fate(c, decision.id, decision.fate, decision.rule, decision.fate_reason, at=time)
 
-    def bind(self, c: Connection, turn: str, child: str, role: str, text: str, at: float) -> None:
-        c.execute(insert(bindings).values(turn=turn, child=child, role=role, next_state=text, firm=True, time=at))
+    def bind(self, c: Connection, turn: str, child: str, role: str, text: str, at: float, *, firm: bool = True) -> None:
+        """Say what came after a turn's reply. A later row replaces the earlier ones."""
+        c.execute(insert(bindings).values(turn=turn, child=child, role=role, next_state=text, firm=firm, time=at))
+
+    def revise_turn(self, c: Connection, id: str, **changes: Any) -> None:
+        """What matching has learned of an earlier exchange: its turn_type, or what it binds."""
+        c.execute(update(turns).where(turns.c.id == id).values(**changes))
+
+    def tentative(self) -> list[Row[Any]]:
+        """The newest binding of each turn, where it still waits."""
+        newest = select(func.max(bindings.c.seq)).group_by(bindings.c.turn)
+        with self._engine.connect() as c:
+            query = select(bindings).where(bindings.c.firm.is_(False), bindings.c.seq.in_(newest))
+            return list(c.execute(query.order_by(bindings.c.seq)))
 
     def set_fate(
         self,

@@ -17,8 +17,13 @@ Migration = Callable[[Connection], None]
 _meta = MetaData()
 _version = Table("reef_schema", _meta, Column("version", Integer, nullable=False))
 
+
+def _match_tables(connection: Connection) -> None:
+    schema.learn_metadata.create_all(connection, tables=[schema.match_nodes, schema.match_keys])
+
+
 LOG: Sequence[Migration] = (schema.log_metadata.create_all,)
-LEARN: Sequence[Migration] = (schema.learn_metadata.create_all,)
+LEARN: Sequence[Migration] = (schema.learn_metadata.create_all, _match_tables)
 
 
 def migrate(engine: Engine, migrations: Sequence[Migration]) -> None:

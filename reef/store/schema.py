@@ -13,6 +13,7 @@ from sqlalchemy import (
     Float,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -133,6 +134,27 @@ verdicts = Table(
     Column("seconds", Float, nullable=False),
     Column("time", Float, nullable=False),
     Index("verdicts_turn", "turn", "seq"),
+)
+
+match_nodes = Table(
+    "match_nodes",
+    learn_metadata,
+    Column("id", String(128), primary_key=True),
+    Column("seq", Integer, nullable=False),
+    Column("time", Float, nullable=False),
+    Column("session", String(64), nullable=False),
+    Column("body", JSON, nullable=False),  # a matching Node
+    Index("match_nodes_time", "time"),
+    Index("match_nodes_session", "session"),
+)
+
+match_keys = Table(
+    "match_keys",
+    learn_metadata,
+    Column("key", LargeBinary(8), primary_key=True),
+    Column("seq", Integer, primary_key=True),  # of the node
+    Column("id", String(128), nullable=False),
+    Index("match_keys_id", "id"),
 )
 
 turn_reports = Table(

@@ -64,7 +64,8 @@ def text_of(content: Any) -> str:
     return ""
 
 
-def _message(raw: Mapping[str, Any]) -> Message:
+def message_of(raw: Mapping[str, Any]) -> Message:
+    """One chat message; `raw` has a role."""
     calls = []
     for call in raw.get("tool_calls") or []:
         function = call.get("function") if isinstance(call, dict) else None
@@ -77,7 +78,7 @@ def _message(raw: Mapping[str, Any]) -> Message:
 
 def messages_of(request: Mapping[str, Any]) -> tuple[Message, ...]:
     """The request's conversation."""
-    return tuple(_message(m) for m in request.get("messages", []))
+    return tuple(message_of(m) for m in request.get("messages", []))
 
 
 def reply_of(response: Mapping[str, Any] | None) -> Message | None:
@@ -85,7 +86,7 @@ def reply_of(response: Mapping[str, Any] | None) -> Message | None:
     choices = (response or {}).get("choices")
     if not choices or not isinstance(choices[0].get("message"), dict):
         return None
-    return _message({"role": "assistant", **choices[0]["message"]})
+    return message_of({"role": "assistant", **choices[0]["message"]})
 
 
 def finish_reason(response: Mapping[str, Any] | None) -> str | None:

@@ -1,0 +1,430 @@
+"""Which recorded reply a request goes on from, and how sure that is.
+
+From the strongest evidence to the weakest: the whole history; our own reply with what stood before it; our
+own reply alone; a cut or clipped echo of it; text we served, quoted in a message; the user's earlier words
+in order; the id of the conversation. Where two conversations are equally likely nothing is chosen. Owns
+the order and the thresholds; it reads the index and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from reef.sessions.digest import digest, fold, join, opening, openings, words
+from reef.sessions.index import By, Index, Node, key
+from reef.sessions.ladder import KnownId
+from reef.sessions.transcript import CALL, HARNESS, TEXT, USER, Atom, Group, Transcript, agreement, strings_in_call
+
+DISTINCT = 24
+"""characters from which a reply is taken to be unlike any other"""
+LOOK_BACK = 8
+"""replies of a request that are looked up, newest first"""
+QUOTED_WORDS = 6000
+"""words of a request searched for quotes of what was served"""
+SUMMARY = "summary"
+"""kind of the side calls whose text stands for a conversation later on"""
+SAID_WORDS = 32
+"""words of a reply kept to recognise it in a quote or a cut echo"""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request that looks for its parent."""
+
+    transcript: Transcript
+    scope: str
+    known: KnownId | None
+    agent: str
+    time: float
+    previous: str | None
+    """the answer it names as the one before"""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the evidence says."""
+
+    parent: Node | None
+    after: int
+    """atoms[after:] came after the parent's reply"""
+    method: str
+    score: float
+    reason: str
+    runner_up: Node | None = None
+    ambiguous: tuple[Node, ...] = ()
+    """equally likely parents"""
+    forked: Node | None = None
+    """the reply it goes on from belongs to a conversation with another id"""
+    quoted: tuple[Node, ...] = ()
+    """exchanges whose reply is quoted in it"""
+    task: Node | None = None
+    """the exchange whose tool call holds its task"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    node: Node | None
+    runner_up: Node | None = None
+    tied: tuple[Node, ...] = ()
+    forked: Node | None = None
+
+
+class Finder:
+    def __init__(self, index: Index, *, live_s: float = 900.0) -> None:
+        self._index = index
+        self._live_s = live_s
+
+    def find(self, ask: Ask) -> Found:
+        named = self._named(ask)
+        if named:
+            return named
+        groups = ask.transcript.groups
+        for group in groups[: -LOOK_BACK - 1 : -1]:
+            anchored = self._anchored(ask, group)
+            if anchored:
+                return anchored
+        quoted = self._quoted(ask)
+        if quoted and quoted.parent:
+            return quoted
+        found = self._by_user(ask) or self._by_group(ask)
+        if found:
+            return replace(found, quoted=quoted.quoted, task=quoted.task) if quoted else found
+        if quoted:
+            return quoted
+        why = "its history was not served here" if groups else "opens a conversation"
+        return Found(None, 0, "none", 0.0, why)
+
+    # by id
+
+    def _named(self, ask: Ask) -> Found | None:
+        if not ask.previous:
+            return None
+        nodes = self._index.under(key(ask.scope, By.RESPONSE, ask.previous))
+        if not nodes:
+            return None
+        reason = f"previous_response_id names the answer of {nodes[-1].id}"
+        return Found(nodes[-1], 0, "known_id", 1.0, reason)
+
+    def _by_group(self, ask: Ask) -> Found | None:
+        """The newest reply under the same id and of the same kind of request, where the transcript is mute.
+
+        Only a tag is trusted with that for any request; a harness's own id only where its requests carry
+        no history at all.
+        """
+        known = ask.known
+        if known is None:
+            return None
+        nodes = [n for n in self._index.under(_group_key(ask.scope, known, ask.transcript)) if n.side is None]
+        if not nodes:
+            return None
+        newest = nodes[-1]
+        if not known.is_tag and (ask.transcript.groups or not newest.opener):
+            return None
+        if newest.parent is None and newest.request == ask.transcript.chains[-1]:
+            return Found(None, 0, "tag", 0.5, f"the same opening request as {newest.id}, asked again")
+        after = ask.transcript.groups[-1].end if ask.transcript.groups else 0
+        reason = f"arrived next under the same {known.rule}; the transcript could not tell"
+        return Found(newest, after, "tag" if known.is_tag else "known_id", 0.8, reason)
+
+    # by our own reply in the request
+
+    def _anchored(self, ask: Ask, group: Group) -> Found | None:
+        t = ask.transcript
+        reply = t.atoms[group.start : group.end]
+        before = t.atoms[: group.start]
+        place = f"message of the assistant before atom {group.end}"
+        whole = self._index.under(key(ask.scope, By.CHAIN, t.chains[group.end]))
+        found = self._settle(ask, whole, group, "prefix", 1.0, "the whole history up to it is the one that ends there")
+        if found:
+            return found
+        one, two = agreement(before)
+        for variant in _variants(reply):
+            for by, context, score in ((By.REPLY_2, two, 0.97), (By.REPLY_1, one, 0.95)):
+                nodes = self._index.under(key(ask.scope, by, join((variant, context))))
+                reason = f"the {place} is its reply, and so is what stood before"
+                found = self._settle(ask, nodes, group, "reply_anchor", score, reason)
+                if found:
+                    return found
+        said = _said(reply)
+        echoed = next((a.text for a in reversed(before) if a.kind == USER), "")
+        for variant in _variants(reply):
+            nodes = self._index.under(key(ask.scope, By.REPLY, variant))
+            alike = [n for n in nodes if wraps(n.asked, echoed)]
+            reason = f"the {place} is its reply"
+            if alike:
+                return self._settle(ask, alike, group, "reply_anchor", 0.93, f"{reason}, after the same words")
+            if nodes and len(said) >= DISTINCT and all(a.kind == TEXT for a in reply):
+                return self._settle(ask, nodes, group, "reply_anchor", 0.9, reason)
+            if nodes:
+                live = [n for n in nodes if not n.continued and ask.time - n.time <= self._live_s]
+                if live:
+                    return self._settle(ask, live, group, "reply_anchor", 0.7, f"{reason}, and short")
+        return self._cut(ask, group, said) or self._inside(ask, group, reply)
+
+    def _cut(self, ask: Ask, group: Group, said: str) -> Found | None:
+        """The client holds only a part of what was served: interrupted, clipped or edited."""
+        if not said:
+            return None
+        t = ask.transcript
+        same = self._index.under(key(ask.scope, By.REQUEST, t.chains[group.start]))
+        near = [n for n in same if n.answered and _near(n.said, said)]
+        found = self._settle(ask, near, group, "reply_anchor", 0.85, "same request, and a cut echo of its reply")
+        if found:
+            return found
+        first = opening(said.split(" "))
+        if first is None:
+            return None
+        nodes = self._index.under(key(ask.scope, By.OPENING, first))
+        near = [n for n in nodes if n.side is None and _near(n.said, said)]
+        return self._settle(ask, near, group, "reply_anchor", 0.8, "a clipped echo of its reply")
+
+    def _inside(self, ask: Ask, group: Group, reply: Sequence[Atom]) -> Found | None:
+        """The client wrote something around the reply."""
+        if group is not ask.transcript.groups[-1]:
+            return None
+        said = words(_text(reply))
+        if len(said) > QUOTED_WORDS:
+            return None
+        text = " ".join(said)
+        hits = self._index.under_any([key(ask.scope, By.OPENING, k) for k in dict.fromkeys(openings(said))])
+        inside = [n for n in hits if len(n.said) >= DISTINCT and n.said in text and n.side is None]
+        return self._settle(
+            ask, inside[-1:], group, "containment", 0.8, "its reply stands inside the assistant's message"
+        )
+
+    def _settle(
+        self, ask: Ask, nodes: Sequence[Node], group: Group, method: str, score: float, reason: str
+    ) -> Found | None:
+        if not nodes:
+            return None
+        choice = self._choose(ask, nodes)
+        if choice.tied:
+            why = f"{len(choice.tied)} conversations fit equally well: {', '.join(n.id for n in choice.tied)}"
+            return Found(None, group.end, method, 0.5, why, ambiguous=choice.tied)
+        if choice.node is None:
+            why = "the reply it goes on from belongs to a conversation with another id"
+            return Found(None, group.end, method, score, why, forked=choice.forked)
+        if choice.node.kind == SUMMARY and score < 0.95:
+            return self._after_summary(ask, choice.node, group.end, (choice.node,))
+        return Found(choice.node, group.end, method, score, reason, runner_up=choice.runner_up)
+
+    def _choose(self, ask: Ask, nodes: Sequence[Node]) -> _Choice:
+        """The best of several exchanges with the same evidence for them."""
+        mine = ask.known.group if ask.known else None
+        rule = ask.known.rule if ask.known else None
+        fits = [n for n in nodes if not (mine and n.group and n.group != mine and n.group.startswith(f"{rule}:"))]
+        if not fits:
+            return _Choice(None, forked=nodes[-1])
+
+        def rank(n: Node) -> tuple[bool, ...]:
+            live = ask.time - n.time <= self._live_s
+            return (mine is not None and n.group == mine, n.side is None, not n.continued, n.agent == ask.agent, live)
+
+        ordered = sorted(fits, key=lambda n: (rank(n), n.seq), reverse=True)
+        best = ordered[0]
+        rivals = [n for n in ordered[1:] if n.session != best.session]
+        tied = [n for n in rivals if rank(n) == rank(best)]
+        if tied and not best.continued:
+            return _Choice(None, tied=(best, *tied))
+        return _Choice(best, runner_up=rivals[0] if rivals else None)
+
+    # by what is quoted in the request
+
+    def _quoted(self, ask: Ask) -> Found | None:
+        """Text this gateway served, inside a message: a summary, a transcript, a sub-agent's task."""
+        t = ask.transcript
+        places = [(i, words(a.text)) for i, a in enumerate(t.atoms) if a.kind in (USER, HARNESS, TEXT)]
+        said = [w for _, text in places for w in text][-QUOTED_WORDS:]
+        found = list(dict.fromkeys(openings(said)))
+        hits = self._index.under_any([key(ask.scope, By.OPENING, k) for k in found])
+        text = " ".join(said)
+        quoted = tuple(n for n in hits if n.said and n.said in text)
+        tasks = self._tasks(ask, found)
+        if tasks:
+            reason = f"its task stands in a tool call of {tasks[-1].id}"
+            return Found(None, 0, "none", 0.0, reason, quoted=quoted, task=tasks[-1])
+        if not quoted:
+            return None
+        grown = self._grown(ask, quoted)
+        if grown:
+            return grown
+        summaries = [n for n in quoted if n.kind == SUMMARY]
+        if summaries:
+            return self._after_summary(ask, summaries[-1], _after(places, summaries[-1].said), quoted)
+        return Found(None, 0, "none", 0.0, f"quotes {quoted[-1].id}", quoted=quoted)
+
+    def _tasks(self, ask: Ask, runs: Sequence[bytes]) -> list[Node]:
+        """Requests whose tool call gave this one its task: it is their sub-agent's."""
+        if ask.transcript.groups:
+            return []
+        whole = [digest("whole", fold(a.text)) for a in ask.transcript.atoms if a.kind == USER]
+        keys = [key(ask.scope, By.QUOTE, k) for k in (*whole, *runs)]
+        return [n for n in self._index.under_any(keys) if ask.time - n.time <= self._live_s]
+
+    def _grown(self, ask: Ask, quoted: Sequence[Node]) -> Found | None:
+        """A client that sends its conversation as one text: the last prompt, the reply, what is new."""
+        t = ask.transcript
+        newest = t.newest()
+        if newest is None or t.groups:
+            return None
+        text = " ".join(words(t.atoms[newest].text))
+        for node in reversed(quoted):
+            start = " ".join(words(node.asked[:400]))
+            if node.side is None and start and text.startswith(start):
+                _, _, rest = t.atoms[newest].text.rpartition(node.ending) if node.ending else ("", "", "")
+                if rest.strip():
+                    t.split(newest, rest)
+                    reason = "the prompt is its prompt and its reply, grown"
+                    return Found(node, newest + 1, "containment", 0.9, reason, quoted=tuple(quoted))
+        return None
+
+    def _after_summary(self, ask: Ask, summary: Node, after: int, quoted: tuple[Node, ...]) -> Found:
+        """A request that carries a summary goes on from the newest reply of what was summarised."""
+        session = self._index.under(key(ask.scope, By.SESSION, summary.session))
+        heads = [n for n in session if n.side is None and n.shape == ask.transcript.shape.hex()]
+        heads = heads or [n for n in session if n.side is None and n.tools == ask.transcript.tools]
+        if not heads:
+            return Found(None, 0, "none", 0.0, f"quotes the summary {summary.id}", quoted=quoted)
+        reason = f"it carries the summary {summary.id} of that conversation, whose newest reply this is"
+        return Found(heads[-1], after, "containment", 0.85, reason, quoted=quoted)
+
+    # by the user's earlier words
+
+    def _by_user(self, ask: Ask) -> Found | None:
+        t = ask.transcript
+        asked = [(i, a) for i, a in enumerate(t.atoms) if a.kind == USER]
+        for at in range(len(asked) - 2, -1, -1):
+            place, atom = asked[at]
+            known = self._index.under(key(ask.scope, By.USER, atom.digest))
+            nodes = [n for n in known if n.side is None and n.answered]
+            if not nodes:
+                continue
+            earlier = [a.digest for _, a in asked[:at]]
+            depth = {n.id: self._in_order(n, earlier) for n in nodes}
+            best = max(depth.values())
+            if best == 0 and earlier:
+                return None
+            if best == 0 and len(fold(atom.text)) < DISTINCT:
+                nodes = [n for n in nodes if not n.continued and ask.time - n.time <= self._live_s]
+                if len(nodes) != 1:
+                    return None
+            choice = self._choose(ask, [n for n in nodes if depth[n.id] == best])
+            if choice.tied:
+                why = f"{len(choice.tied)} conversations have these words of the user"
+                return Found(None, place + 1, "subsequence", 0.5, why, ambiguous=choice.tied)
+            if choice.node is None:
+                return None
+            reason = f"{best + 1} of the user's earlier messages are its conversation's, in order"
+            return Found(choice.node, place + 1, "subsequence", 0.6 + 0.05 * min(best, 4), reason)
+        return None
+
+    def _in_order(self, node: Node, earlier: Sequence[bytes]) -> int:
+        """How many of the earlier messages the conversation of `node` has, in order."""
+        left = list(earlier)
+        count = 0
+        current = self._index.get(node.parent) if node.parent else None
+        for _ in range(64):
+            if current is None or not left:
+                break
+            newest = next((d for d in reversed(current.tail) if d in left), None)
+            if newest is not None:
+                del left[len(left) - 1 - left[::-1].index(newest) :]
+                count += 1
+            current = self._index.get(current.parent) if current.parent else None
+        return count
+
+
+def node_keys(node: Node, t: Transcript, known: KnownId | None, response: str | None) -> Iterable[bytes]:
+    """The keys under which an exchange is found again."""
+    scope = node.scope
+    yield key(scope, By.REQUEST, node.request)
+    newest = t.newest()
+    if newest is not None:
+        yield key(scope, By.USER, t.atoms[newest].digest)
+    if not t.reply:
+        return
+    yield key(scope, By.CHAIN, node.chain)
+    one, two = agreement(t.atoms)
+    for variant in _variants(t.reply):
+        yield key(scope, By.REPLY, variant)
+        yield key(scope, By.REPLY_1, join((variant, one)))
+        yield key(scope, By.REPLY_2, join((variant, two)))
+    first = opening(node.said.split(" "))
+    if first:
+        yield key(scope, By.OPENING, first)
+    for atom in t.reply:
+        if atom.kind == CALL:
+            for text in strings_in_call(atom):
+                yield key(scope, By.QUOTE, digest("whole", fold(text)))
+                quote = opening(words(text)) if len(text) >= DISTINCT else None
+                if quote:
+                    yield key(scope, By.QUOTE, quote)
+    if response:
+        yield key(scope, By.RESPONSE, response)
+    if node.side is None:
+        yield from head_keys(node, t, known)
+
+
+def head_keys(node: Node, t: Transcript, known: KnownId | None) -> Iterable[bytes]:
+    """The keys under which an exchange is its session's newest."""
+    yield key(node.scope, By.SESSION, node.session)
+    if known:
+        yield _group_key(node.scope, known, t)
+
+
+def ending_of(reply: Sequence[Atom]) -> str:
+    """The last characters of a reply, to find where it ends in a longer text."""
+    text = _text(reply).rstrip()
+    return text[-48:] if len(text) >= 8 else ""
+
+
+def said_of(reply: Sequence[Atom]) -> str:
+    """The first words of a reply."""
+    return " ".join(words(_text(reply))[:SAID_WORDS])
+
+
+def wraps(asked: str, echoed: str) -> bool:
+    """Whether one is the other with something before or after it."""
+    a, b = fold(asked), fold(echoed)
+    if not a or not b:
+        return False
+    return a == b or (min(len(a), len(b)) >= 8 and (a.startswith(b) or a.endswith(b) or b.startswith(a)))
+
+
+def _group_key(scope: str, known: KnownId, t: Transcript) -> bytes:
+    return key(scope, By.GROUP, known.group.encode("utf-8", "surrogatepass") + t.shape)
+
+
+def _variants(reply: Sequence[Atom]) -> list[bytes]:
+    """A reply whole, its calls alone, its text alone: clients drop one or the other."""
+    whole = join(a.digest for a in reply)
+    calls = [a.digest for a in reply if a.kind == CALL]
+    texts = [a.digest for a in reply if a.kind == TEXT]
+    out = [whole]
+    if calls and texts:
+        out += [join(calls), join(texts)]
+    if len(calls) > 1:
+        out.append(join(calls[-1:]))
+    return out
+
+
+def _text(reply: Sequence[Atom]) -> str:
+    return " ".join(a.text for a in reply if a.kind == TEXT)
+
+
+def _said(reply: Sequence[Atom]) -> str:
+    return " ".join(words(_text(reply)))
+
+
+def _near(served: str, echo: str) -> bool:
+    """Whether an echo is what was served with an end cut off, or with something added to it."""
+    if not served or not echo:
+        return False
+    short, long = sorted((served, echo[: len(served) + 200]), key=len)
+    return long.startswith(short) and len(short) >= 4
+
+
+def _after(places: Sequence[tuple[int, list[str]]], said: str) -> int:
+    """Index of the atom after the last one that quotes `said`."""
+    return next((i + 1 for i, text in reversed(places) if said in " ".join(text)), 0)
