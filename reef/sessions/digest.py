@@ -6,11 +6,11 @@ sensitive to everything else. Pure functions of text; knows no message, no index
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b as _blake2b
 
 ROOT = b""
 SIZE = 8
@@ -38,17 +38,17 @@ def canonical_arguments(arguments: str) -> str:
 
 def digest(kind: str, text: str) -> bytes:
     """`SIZE` bytes that identify a folded text within its kind."""
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIZE, person=kind.encode()).digest()
+    return _blake2b(f"{kind}\0{text}".encode("utf-8", "surrogatepass"), digest_size=SIZE).digest()
 
 
 def join(parts: Iterable[bytes]) -> bytes:
     """One digest of several, in order."""
-    return hashlib.blake2b(b"".join(parts), digest_size=SIZE).digest()
+    return _blake2b(b"".join(parts), digest_size=SIZE).digest()
 
 
 def extend(chain: bytes, part: bytes) -> bytes:
     """The chain after one more part."""
-    return hashlib.blake2b(chain + part, digest_size=SIZE).digest()
+    return _blake2b(chain + part, digest_size=SIZE).digest()
 
 
 def words(text: str) -> list[str]:

@@ -8,10 +8,11 @@ the order and the thresholds; it reads the index and changes nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from reef.sessions.digest import digest, fold, join, opening, openings, words
+from reef.sessions.digest import digest, extend, fold, join, opening, openings, words
 from reef.sessions.index import By, Index, Node, key
 from reef.sessions.ladder import KnownId
 from reef.sessions.transcript import CALL, HARNESS, TEXT, USER, Atom, Group, Transcript, agreement, strings_in_call
@@ -33,7 +34,7 @@ class Ask:
     """A request that looks for its parent."""
 
     transcript: Transcript
-    scope: str
+    scope: bytes
     known: KnownId | None
     agent: str
     time: float
@@ -79,11 +80,15 @@ class Finder:
         named = self._named(ask)
         if named:
             return named
+        called = self._by_call(ask)
+        if called:
+            return called
         groups = ask.transcript.groups
         for group in groups[: -LOOK_BACK - 1 : -1]:
-            anchored = self._anchored(ask, group)
-            if anchored:
-                return anchored
+            for part in (group, *group.parts(ask.transcript.atoms)):
+                anchored = self._anchored(ask, part)
+                if anchored:
+                    return anchored
         quoted = self._quoted(ask)
         if quoted and quoted.parent:
             return quoted
@@ -100,11 +105,26 @@ class Finder:
     def _named(self, ask: Ask) -> Found | None:
         if not ask.previous:
             return None
-        nodes = self._index.under(key(ask.scope, By.RESPONSE, ask.previous))
+        nodes = self._index.under(key(ask.scope, By.RESPONSE, digest("id", ask.previous)))
         if not nodes:
             return None
         reason = f"previous_response_id names the answer of {nodes[-1].id}"
         return Found(nodes[-1], 0, "known_id", 1.0, reason)
+
+    def _by_call(self, ask: Ask) -> Found | None:
+        """The request ends with results of tool calls whose ids only one reply has."""
+        t = ask.transcript
+        if not t.results or not t.groups:
+            return None
+        group = t.groups[-1]
+        variants = [key(ask.scope, By.REPLY, v) for v in _variants(t.atoms[group.start : group.end])]
+        nodes = self._index.under_any([key(ask.scope, By.CALL, digest("call", id)) for id in t.results])
+        same = [n for n in nodes if any(v in n.keys for v in variants)]
+        if len(same) != 1:
+            return None
+        whole = same[0].chain == t.chains[group.end]
+        reason = "it answers the tool calls of that reply, by their ids"
+        return self._settle(ask, same, group, "prefix" if whole else "reply_anchor", 1.0 if whole else 0.98, reason)
 
     def _by_group(self, ask: Ask) -> Found | None:
         """The newest reply under the same id and of the same kind of request, where the transcript is mute.
@@ -119,7 +139,11 @@ class Finder:
         if not nodes:
             return None
         newest = nodes[-1]
-        if not known.is_tag and (ask.transcript.groups or not newest.opener):
+        told = sum(a.kind in (USER, HARNESS) for a in ask.transcript.atoms)
+        fresh = not ask.transcript.groups and told <= 1
+        if not newest.opener and (fresh or not known.is_tag):
+            return None  # its client resends the history: this one opens another conversation
+        if not known.is_tag and ask.transcript.groups:
             return None
         if newest.parent is None and newest.request == ask.transcript.chains[-1]:
             return Found(None, 0, "tag", 0.5, f"the same opening request as {newest.id}, asked again")
@@ -156,7 +180,7 @@ class Finder:
                 return self._settle(ask, alike, group, "reply_anchor", 0.93, f"{reason}, after the same words")
             if nodes and len(said) >= DISTINCT and all(a.kind == TEXT for a in reply):
                 return self._settle(ask, nodes, group, "reply_anchor", 0.9, reason)
-            if nodes:
+            if nodes and not echoed:
                 live = [n for n in nodes if not n.continued and ask.time - n.time <= self._live_s]
                 if live:
                     return self._settle(ask, live, group, "reply_anchor", 0.7, f"{reason}, and short")
@@ -181,7 +205,7 @@ class Finder:
 
     def _inside(self, ask: Ask, group: Group, reply: Sequence[Atom]) -> Found | None:
         """The client wrote something around the reply."""
-        if group is not ask.transcript.groups[-1]:
+        if group.end != ask.transcript.groups[-1].end:
             return None
         said = words(_text(reply))
         if len(said) > QUOTED_WORDS:
@@ -281,8 +305,8 @@ class Finder:
 
     def _after_summary(self, ask: Ask, summary: Node, after: int, quoted: tuple[Node, ...]) -> Found:
         """A request that carries a summary goes on from the newest reply of what was summarised."""
-        session = self._index.under(key(ask.scope, By.SESSION, summary.session))
-        heads = [n for n in session if n.side is None and n.shape == ask.transcript.shape.hex()]
+        session = self._index.under(session_key(ask.scope, summary.session))
+        heads = [n for n in session if n.side is None and n.shape == ask.transcript.shape]
         heads = heads or [n for n in session if n.side is None and n.tools == ask.transcript.tools]
         if not heads:
             return Found(None, 0, "none", 0.0, f"quotes the summary {summary.id}", quoted=quoted)
@@ -335,7 +359,9 @@ class Finder:
         return count
 
 
-def node_keys(node: Node, t: Transcript, known: KnownId | None, response: str | None) -> Iterable[bytes]:
+def node_keys(
+    node: Node, t: Transcript, known: KnownId | None, response: str | None, calls: Sequence[str]
+) -> Iterable[bytes]:
     """The keys under which an exchange is found again."""
     scope = node.scope
     yield key(scope, By.REQUEST, node.request)
@@ -346,13 +372,15 @@ def node_keys(node: Node, t: Transcript, known: KnownId | None, response: str | 
         return
     yield key(scope, By.CHAIN, node.chain)
     one, two = agreement(t.atoms)
-    for variant in _variants(t.reply):
+    for variant in dict.fromkeys((*_variants(t.reply), *_variants(t.bare))):
         yield key(scope, By.REPLY, variant)
         yield key(scope, By.REPLY_1, join((variant, one)))
         yield key(scope, By.REPLY_2, join((variant, two)))
     first = opening(node.said.split(" "))
     if first:
         yield key(scope, By.OPENING, first)
+    for id in calls:
+        yield key(scope, By.CALL, digest("call", id))
     for atom in t.reply:
         if atom.kind == CALL:
             for text in strings_in_call(atom):
@@ -361,14 +389,14 @@ def node_keys(node: Node, t: Transcript, known: KnownId | None, response: str | 
                 if quote:
                     yield key(scope, By.QUOTE, quote)
     if response:
-        yield key(scope, By.RESPONSE, response)
+        yield key(scope, By.RESPONSE, digest("id", response))
     if node.side is None:
         yield from head_keys(node, t, known)
 
 
 def head_keys(node: Node, t: Transcript, known: KnownId | None) -> Iterable[bytes]:
     """The keys under which an exchange is its session's newest."""
-    yield key(node.scope, By.SESSION, node.session)
+    yield session_key(node.scope, node.session)
     if known:
         yield _group_key(node.scope, known, t)
 
@@ -389,11 +417,20 @@ def wraps(asked: str, echoed: str) -> bool:
     a, b = fold(asked), fold(echoed)
     if not a or not b:
         return False
+    if len(a) >= DISTINCT and _DIGITS.sub("", a) == _DIGITS.sub("", b):
+        return True  # a clock
     return a == b or (min(len(a), len(b)) >= 8 and (a.startswith(b) or a.endswith(b) or b.startswith(a)))
 
 
-def _group_key(scope: str, known: KnownId, t: Transcript) -> bytes:
-    return key(scope, By.GROUP, known.group.encode("utf-8", "surrogatepass") + t.shape)
+_DIGITS = re.compile(r"\d+")
+
+
+def session_key(scope: bytes, session: str) -> bytes:
+    return key(scope, By.SESSION, digest("session", session))
+
+
+def _group_key(scope: bytes, known: KnownId, t: Transcript) -> bytes:
+    return key(scope, By.GROUP, extend(digest("group", known.group), t.shape))
 
 
 def _variants(reply: Sequence[Atom]) -> list[bytes]:
@@ -405,7 +442,7 @@ def _variants(reply: Sequence[Atom]) -> list[bytes]:
     if calls and texts:
         out += [join(calls), join(texts)]
     if len(calls) > 1:
-        out.append(join(calls[-1:]))
+        out += [join(sorted(calls)), join(calls[-1:])]
     return out
 
 

@@ -51,7 +51,7 @@ REOPENS = frozenset({Fate.OPEN, Fate.NO_NEXT_STATE})
 """Fates a late reaction turns into `queued`."""
 
 
-def arrival_fate(exchange: Exchange, *, side: bool) -> tuple[Fate, str, str]:
+def arrival_fate(exchange: Exchange, *, side: bool, empty: bool = False) -> tuple[Fate, str, str]:
     """(fate, rule, reason) of an exchange before anything came after it."""
     if exchange.train_opt_out:
         return Fate.OPTED_OUT, "header", "x-reef-train: off"
@@ -63,6 +63,8 @@ def arrival_fate(exchange: Exchange, *, side: bool) -> tuple[Fate, str, str]:
         if exchange.error:
             return Fate.UPSTREAM_ERROR, "delivery", exchange.error
         return Fate.CLIENT_ABORTED, "delivery", "the client left before the end of the answer"
+    if empty:
+        return Fate.PASSTHROUGH, "reply", "no text and no tool call was produced"
     if side:
         return Fate.SIDE_TASK, "turn_type", "marked or recognised as a side call"
     return Fate.OPEN, "arrival", "newest turn of its session"

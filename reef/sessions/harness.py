@@ -145,22 +145,40 @@ _ASKS = {
     "suggestions": r"\b(?:suggest|generate|predict)\b[^.\n]{0,50}"
     r"\b(?:follow[- ]?ups?|next (?:question|message|prompt|input)|repl(?:y|ies))\b|\[suggestion mode",
     "tags": r"\b(?:generate|assign|create)\b[^.\n]{0,50}\b(?:tags|categor)",
-    "search query": r"\bgenerate\b[^.\n]{0,50}\bsearch quer(?:y|ies)\b",
+    "search query": r"\bgenerat(?:e|ing)\b[^.\n]{0,50}\bsearch quer(?:y|ies)\b",
     "heartbeat": r"\bheartbeat\b",
     "topic": r"\b(?:new|same) (?:conversation )?topic\b[^.\n]{0,60}\b(?:detect|analy|indicat)"
     r"|analy[sz]e if this message indicates",
 }
+_CLUES = (
+    "title", "headline", "summar", "checkpoint", "prefix of a turn", "continuing", "context", "memor", "above",
+    "skill library", "commit", "suggest", "follow", "next ", "repl", "tags", "categor", "quer", "heartbeat", "topic",
+)  # fmt: skip
+"""without one of these no pattern can match: spares nearly every message the patterns"""
 _INSTRUCTIONS = [(kind, re.compile(pattern, re.I)) for kind, pattern in _ASKS.items()]
 _ABOUT = re.compile(
     r"\b(?:conversations?|chat(?: history)?|exchange|thread|dialog(?:ue)?|transcript|session|user prompt"
-    r"|user'?s? (?:first )?message)\b|<conversation>|^# USER|\bcheckpoint\b|skill library|memory flush|heartbeat",
+    r"|user'?s? (?:first )?message)\b|<conversation>|^# USER|\bcheckpoint\b|skill library|memory flush|heartbeat"
+    r"|\[suggestion mode",
     re.I | re.M,
 )
+
+
+LONG = 400
+"""characters from which a message that is not continued is taken for a harness's rather than edited by its user"""
+
+
+def like_an_instruction(text: str) -> bool:
+    """Whether a message reads like a harness's: long, or about the conversation itself."""
+    return len(text) >= LONG or bool(_ABOUT.search(text)) or instruction(text) is not None
 
 
 def instruction(text: str) -> Instruction | None:
     """The side call the beginning of a text asks for, if any."""
     head = text[:600]
+    lower = head.lower()
+    if not any(clue in lower for clue in _CLUES):
+        return None
     for kind, pattern in _INSTRUCTIONS:
         if pattern.search(head):
             return Instruction(kind, bool(_ABOUT.search(head)))

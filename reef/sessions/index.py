@@ -8,10 +8,9 @@ the archive, if there is one, and found there. Knows no rule of matching.
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -22,29 +21,31 @@ CHILDREN = 32
 
 
 class By(StrEnum):
-    """What a key is a digest of."""
+    """What a key is a digest of: one letter of it."""
 
-    CHAIN = "chain"
+    CHAIN = "c"
     """the whole conversation, reply included"""
-    REQUEST = "request"
+    REQUEST = "q"
     """the whole conversation without the reply"""
-    REPLY = "reply"
+    REPLY = "r"
     """the reply alone"""
-    REPLY_1 = "reply1"
+    REPLY_1 = "1"
     """the reply and the atom before it"""
-    REPLY_2 = "reply2"
+    REPLY_2 = "2"
     """the reply and two atoms before it"""
-    OPENING = "opening"
+    OPENING = "o"
     """the reply's first words"""
-    QUOTE = "quote"
+    QUOTE = "t"
     """the first words of a text in the reply's tool calls"""
-    USER = "user"
+    CALL = "k"
+    """the id of a tool call in the reply"""
+    USER = "u"
     """the newest words of the user"""
-    RESPONSE = "response"
+    RESPONSE = "i"
     """the answer's own id"""
-    SESSION = "session"
+    SESSION = "s"
     """the session: its newest main exchange"""
-    GROUP = "group"
+    GROUP = "g"
     """the known id and the shape of the request: its newest main exchange"""
 
 
@@ -55,7 +56,7 @@ class Node:
     id: str
     seq: int
     time: float
-    scope: str
+    scope: bytes
     session: str
     group: str | None
     """known id of the conversation, rule included"""
@@ -71,7 +72,9 @@ class Node:
     """a reply, whole or in part, reached the client"""
     failed: bool
     """the attempt failed or its answer was not delivered whole"""
-    shape: str
+    anchored: bool
+    """`parent` is known from the request's history, not from a quote"""
+    shape: bytes
     agent: str
     """user agent and model"""
     tools: bool
@@ -93,11 +96,13 @@ class Node:
     children: list[str] = field(default_factory=list)
     continued: bool = False
     """a main request went on from its reply"""
+    talked: bool = False
+    """one of them with a user's words"""
     keys: tuple[bytes, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        body = asdict(self)
-        for name in ("chain", "request"):
+        body = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("scope", "shape", "chain", "request"):
             body[name] = body[name].hex()
         for name in ("tail", "keys"):
             body[name] = [part.hex() for part in body[name]]
@@ -107,11 +112,14 @@ class Node:
     def from_json(body: dict[str, Any]) -> Node:
         known = {f.name for f in fields(Node)}
         data = {k: v for k, v in body.items() if k in known}
-        for name in ("chain", "request"):
+        for name in ("scope", "shape", "chain", "request"):
             data[name] = bytes.fromhex(data[name])
         for name in ("tail", "keys"):
             data[name] = tuple(bytes.fromhex(part) for part in data[name])
         return Node(**data)
+
+
+_BYTE = {by: by.value.encode() for by in By}
 
 
 class Archive(Protocol):
@@ -134,10 +142,9 @@ class Nowhere:
         return ()
 
 
-def key(scope: str, by: By, value: bytes | str) -> bytes:
-    """The key of a value within a scope (a digest, 64 characters at most)."""
-    raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-    return hashlib.blake2b(raw, digest_size=8, person=by.encode(), key=scope.encode()).digest()
+def key(scope: bytes, by: By, value: bytes) -> bytes:
+    """The key of a digest within a scope (a digest, too)."""
+    return scope + _BYTE[by] + value
 
 
 class Index:

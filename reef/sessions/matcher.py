@@ -8,20 +8,20 @@ reads exchanges only; verdicts and weights are not known here, and nothing here 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reef.recipe import NextState
-from reef.sessions.digest import extend, fold
-from reef.sessions.evidence import Ask, Finder, Found, ending_of, node_keys, said_of, wraps
+from reef.sessions.digest import digest, extend, fold
+from reef.sessions.evidence import Ask, Finder, Found, ending_of, node_keys, said_of, session_key
 from reef.sessions.fate import Fate, arrival_fate
+from reef.sessions.harness import like_an_instruction
 from reef.sessions.index import CHILDREN, By, Index, Node, key
 from reef.sessions.ladder import HEADERS, KnownId, id_in_text, known_id, previous_response
-from reef.sessions.transcript import HARNESS, USER, Atom, Transcript, next_state, transcript
+from reef.sessions.transcript import HARNESS, TOOL, USER, Atom, Transcript, next_state, transcript
 from reef.sessions.turntype import Side, Suspect, turn_type
 from reef.wire.exchange import Delivered, Exchange
-from reef.wire.reading import response_id_of
+from reef.wire.reading import call_ids_of, response_id_of
 
 ASKED = 4000
 """characters kept of a user's newest words, to tell them from what a client wraps around them"""
@@ -132,7 +132,7 @@ class Matcher:
             self._child(place.parent, node)
         self._ambiguous(found, node, revisions)
         self._earlier_title(node, twins, revisions)
-        self.index.add(node, node_keys(node, t, known, response_id_of(exchange)))
+        self.index.add(node, node_keys(node, t, known, response_id_of(exchange), call_ids_of(exchange)))
         self.index.trim()
         return self._decision(exchange, node, t, found, place, side, revisions)
 
@@ -146,9 +146,13 @@ class Matcher:
         tail = _tail(t.atoms[found.after :])
         children = [c for id in parent.children if (c := self.index.get(id)) is not None]
         for child in children:
+            if parent.failed and child.answered and not child.asked and not child.continued:
+                return self._resumed(place, child)
             if child.tail == tail:
                 return self._again(place, parent, child, children)
-            dropped = child.side is None and child.answered and not child.continued
+            if child.failed and not child.answered and _starts(tail, child.tail):
+                return self._again(place, parent, child, children)
+            dropped = child.side is None and not child.failed and not child.continued
             if dropped and len(child.tail) < len(tail) and _starts(tail, child.tail):
                 return self._unechoed(place, t, child)
         if any(c.binds for c in children):
@@ -168,6 +172,12 @@ class Matcher:
         place.reason = f"the same as {child.id}, {what}, after the reply of {parent.id}"
         return place
 
+    def _resumed(self, place: _Place, child: Node) -> _Place:
+        """The reply broke off and the harness had it continued: the client keeps both as one message."""
+        place.parent, place.binds = child, True
+        place.reason = f"goes on from {child.id}, which continued a reply that broke off"
+        return place
+
     def _unechoed(self, place: _Place, t: Transcript, child: Node) -> _Place:
         """The client dropped the reply to `child`, but kept what it had asked there."""
         left = len(child.tail)
@@ -184,8 +194,9 @@ class Matcher:
 
     def _continue(self, parent: Node, node: Node, revisions: list[Revision]) -> None:
         """`node` binds `parent`: the parent is the reply that lives on."""
-        if not parent.continued:
-            parent.continued = True
+        talks = bool(node.asked)
+        if not parent.continued or (talks and not parent.talked):
+            parent.continued, parent.talked = True, parent.talked or talks
             revisions += self._superseded(parent, node)
             self._lives(parent, revisions)
         self._child(parent, node)
@@ -195,7 +206,8 @@ class Matcher:
         self.index.changed(parent)
 
     def _lives(self, node: Node, revisions: list[Revision]) -> None:
-        """A request goes on from `node`: of the reactions to its parent, its own is the one that counts."""
+        """A request goes on from `node`: its reaction to its parent counts, and not a harness's beside it. Words of
+        a user who edited them later stay the reaction."""
         if node.binds and not node.firm:
             node.firm = True
             revisions.append(Revision(node.id, "its conversation goes on from it", firm=True))
@@ -203,19 +215,28 @@ class Matcher:
         if node.binds or parent is None or node.side is not None:
             return
         rivals = [c for id in parent.children if id != node.id and (c := self.index.get(id)) is not None and c.binds]
-        if any(c.continued or c.tail == node.tail for c in rivals):
+        if any(c.talked or _starts(node.tail, c.tail) or not like_an_instruction(c.asked) for c in rivals):
             return
         for rival in rivals:
-            rival.binds = False
-            self.index.changed(rival)
-            why = f"the conversation went on from {node.id} without its message"
-            revisions.append(Revision(rival.id, why, rebound=True))
+            self._put_aside(rival, f"the conversation went on from {node.id} without its message", revisions)
         state = NextState("user", node.asked) if node.asked else None
         if state is not None:
             node.binds = node.firm = True
             self.index.changed(node)
             why = f"the conversation goes on from it, and not from {', '.join(r.id for r in rivals) or 'another'}"
             revisions.append(Revision(node.id, why, binds=parent.id, next_state=state, rebound=True, firm=True))
+
+    def _put_aside(self, node: Node, why: str, revisions: list[Revision]) -> None:
+        """A branch that only its harness went on with: a side call, and so is all that came of it."""
+        left = [node]
+        while left:
+            branch = left.pop()
+            left += [c for id in branch.children if (c := self.index.get(id)) is not None]
+            if branch.binds:
+                revisions.append(Revision(branch.id, why, rebound=True))
+            revisions.append(Revision(branch.id, why, turn_type="side", fate=Fate.SIDE_TASK))
+            branch.binds, branch.side, branch.kind = False, why, "side"
+            self.index.changed(branch)
 
     def _superseded(self, parent: Node, node: Node) -> list[Revision]:
         """Other replies to the request that `parent` answered: the continued one is credited."""
@@ -234,10 +255,10 @@ class Matcher:
             return
         parent.side, parent.kind = None, "main"
         self.index.changed(parent)
-        self.index.also_under(parent, [key(parent.scope, By.SESSION, parent.session)])
+        self.index.also_under(parent, [session_key(parent.scope, parent.session)])
         revisions.append(Revision(parent.id, "a user goes on from its reply", turn_type="main", fate=Fate.OPEN))
         above = self.index.get(parent.parent) if parent.parent else None
-        if above is None or not parent.asked:
+        if above is None or not parent.asked or not parent.anchored:
             return
         children = [c for id in above.children if (c := self.index.get(id)) is not None]
         if not any(c.binds for c in children):
@@ -283,14 +304,12 @@ class Matcher:
         group = next((g for g in reversed(t.groups) if g.end == found.after), None)
         echo = next((a.text for a in reversed(t.atoms[: group.start if group else 0]) if a.kind == USER), "").strip()
         asked = parent.asked.strip()
-        if not echo or fold(asked) == fold(echo) or not wraps(asked, echo):
+        if not echo or fold(asked) == fold(echo):
             return
         before, found_it, after = asked.partition(echo)
-        text = t.atoms[newest].text.strip()
-        if found_it and (before or after) and len(text) > len(before) + len(after):
-            bare = text.removeprefix(before).removesuffix(after).strip()
-            if bare and bare != text:
-                t.rewrite(newest, bare)
+        bare = unframe(t.atoms[newest].text.strip(), before, after) if found_it else None
+        if bare:
+            t.rewrite(newest, bare)
 
     def _node(self, exchange: Exchange, ask: Ask, found: Found, place: _Place, side: Side | None) -> Node:
         t = ask.transcript
@@ -310,15 +329,16 @@ class Matcher:
             kind=side.kind if side else "main",
             final_side=side.final if side else False,
             answered=bool(t.reply),
-            failed=not t.reply or exchange.status >= 400 or exchange.delivered is not Delivered.FULL,
-            shape=t.shape.hex(),
+            failed=exchange.response is None or exchange.status >= 400 or exchange.delivered is not Delivered.FULL,
+            anchored=place.parent is not None,
+            shape=t.shape,
             agent=ask.agent,
             tools=t.tools,
             opener=not t.groups,
             chain=_chain_with(t),
             request=t.chains[-1],
             tail=_tail(tail),
-            asked=t.atoms[newest].text[:ASKED] if newest is not None else "",
+            asked=_asked(t, newest),
             said=said_of(t.reply),
             ending=ending_of(t.reply),
             binds=place.binds and not exchange.train_opt_out,
@@ -335,7 +355,7 @@ class Matcher:
         side: Side | Suspect | None,
         revisions: list[Revision],
     ) -> Decision:
-        fate, rule, why = arrival_fate(exchange, side=node.side is not None)
+        fate, rule, why = arrival_fate(exchange, side=node.side is not None, empty=not node.answered)
         answers = node.binds or (place.repeats and not exchange.train_opt_out)
         state = next_state(t.atoms[place.after :]) if answers else None
         binds = place.parent.id if answers and place.parent is not None and state is not None else None
@@ -358,22 +378,39 @@ class Matcher:
         )
 
 
+def unframe(text: str, before: str, after: str) -> str | None:
+    """`text` without what a client puts before and after its user's words, as known from an earlier message.
+
+    Where the surroundings change from message to message, the label next to the words is what stays.
+    """
+    start, end = 0, len(text)
+    if before:
+        label = before.rsplit("\n", 1)[-1] or before.rstrip("\n").rsplit("\n", 1)[-1]
+        at = text.rfind(label) if len(label.strip()) >= 3 else -1
+        start = len(before) if text.startswith(before) else at + len(label) if at >= 0 else -1
+    if after:
+        label = after.split("\n", 1)[0] or after.lstrip("\n").split("\n", 1)[0]
+        at = text.find(label, max(start, 0)) if len(label.strip()) >= 3 else -1
+        end = len(text) - len(after) if text.endswith(after) else at
+    bare = text[start:end].strip() if 0 <= start < end else ""
+    return bare if bare and bare != text else None
+
+
 def _aside(found: Found, side: Side | Suspect | None) -> _Place:
     """A request that reacts to nothing."""
     reason = side.reason if side else "it opted out of training"
     return _Place(found.parent, False, True, False, found.method, found.score, reason, found.after)
 
 
-def _scope(exchange: Exchange) -> str:
+def _scope(exchange: Exchange) -> bytes:
     """Requests of one credential and one policy can belong together; no others."""
-    raw = f"{exchange.client}\0{exchange.scenario}"
-    return hashlib.blake2b(raw.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return digest("scope", f"{exchange.client}\0{exchange.scenario}")
 
 
 def _session(exchange: Exchange, known: KnownId | None, parent: Node | None) -> str:
     if known is not None:
         name = known.group
-        return name if len(name) <= 64 else f"{known.rule}:{hashlib.blake2b(name.encode(), digest_size=12).hexdigest()}"
+        return name if len(name) <= 64 else f"{known.rule[:40]}:{digest('session', name).hex()}"
     return parent.session if parent is not None else exchange.id
 
 
@@ -382,10 +419,18 @@ def _told_in_text(t: Transcript) -> KnownId | None:
     return id_in_text(first)
 
 
+def _asked(t: Transcript, newest: int | None) -> str:
+    """The user's newest message; all of it where it holds a whole conversation."""
+    if newest is None:
+        return ""
+    place = t.atoms[newest].message
+    return next(a.text for a in t.atoms if a.kind == USER and a.message == place)[:ASKED]
+
+
 def _tail(atoms: Sequence[Atom]) -> tuple[bytes, ...]:
     """What tells one reaction to a reply from another; the harness's words only where there are no others."""
-    told = tuple(a.digest for a in atoms if a.kind != HARNESS)
-    return told or tuple(a.digest for a in atoms)
+    told = [a for a in atoms if a.kind != HARNESS] or atoms
+    return tuple(digest(TOOL, fold(a.text)) if a.kind == TOOL else a.digest for a in told)
 
 
 def _starts(tail: Sequence[bytes], start: Sequence[bytes]) -> bool:

@@ -28,6 +28,8 @@ class Atom(NamedTuple):
     digest: bytes
     text: str
     """as it was written"""
+    message: int = -1
+    """index of its message in the conversation"""
 
 
 TOOL_DIGEST = digest(TOOL, "")
@@ -36,19 +38,19 @@ TOOL_DIGEST = digest(TOOL, "")
 def atoms_of(messages: Sequence[Message]) -> list[Atom]:
     """The atoms of a conversation; system text has none."""
     out: list[Atom] = []
-    for message in messages:
+    for i, message in enumerate(messages):
         if message.role == "assistant":
-            out += reply_atoms(message)
+            out += reply_atoms(message, i)
         elif message.role == "tool":
-            out.append(Atom(TOOL, TOOL_DIGEST, message.content))
+            out.append(Atom(TOOL, TOOL_DIGEST, message.content, i))
         elif message.role == "user":
             for part in harness.said(message.content):
                 same = TOOL_DIGEST if part.kind == TOOL else digest(part.kind, fold(part.text))
-                out.append(Atom(part.kind, same, part.text))
+                out.append(Atom(part.kind, same, part.text, i))
     return out
 
 
-def reply_atoms(message: Message) -> list[Atom]:
+def reply_atoms(message: Message, index: int = -1) -> list[Atom]:
     """The atoms of one assistant message: its text without reasoning, then its calls."""
     text = message.content
     calls = message.tool_calls
@@ -60,10 +62,10 @@ def reply_atoms(message: Message) -> list[Atom]:
         text = text.rpartition("</think>")[2]
     folded = fold(text)
     if folded:
-        out.append(Atom(TEXT, digest(TEXT, folded), text))
+        out.append(Atom(TEXT, digest(TEXT, folded), text, index))
     for name, arguments in calls:
         said = f"{name} {canonical_arguments(arguments)}"
-        out.append(Atom(CALL, digest(CALL, said), said))
+        out.append(Atom(CALL, digest(CALL, said), said, index))
     return out
 
 
@@ -86,6 +88,16 @@ class Group:
     end: int
     """atoms[start:end]"""
 
+    def parts(self, atoms: Sequence[Atom]) -> list[Group]:
+        """The run cut at its messages, for a client that writes assistant messages of its own after a reply:
+        the run without its last messages, longest first, then each message."""
+        ends = [i + 1 for i in range(self.start, self.end - 1) if atoms[i].message != atoms[i + 1].message]
+        if not ends:
+            return []
+        starts = [self.start, *ends]
+        singles = [Group(a, b) for a, b in zip(starts[1:], [*ends[1:], self.end], strict=True)]
+        return [*(Group(self.start, end) for end in reversed(ends)), *reversed(singles)]
+
 
 @dataclass(slots=True)
 class Transcript:
@@ -102,6 +114,10 @@ class Transcript:
     schema: bool
     """a JSON schema is asked for"""
     reply: list[Atom]
+    results: list[str]
+    """ids of the tool calls whose results the request ends with"""
+    bare: list[Atom]
+    """the reply without the beginning that the request put into its mouth"""
 
     @property
     def tail(self) -> list[Atom]:
@@ -115,12 +131,15 @@ class Transcript:
 
     def split(self, index: int, rest: str) -> None:
         """Part a message that holds a whole conversation before `rest`, which is new."""
-        self.atoms[index : index + 1] = [self.atoms[index], Atom(USER, digest(USER, fold(rest)), rest.strip())]
+        self.atoms[index : index + 1] = [
+            self.atoms[index],
+            Atom(USER, digest(USER, fold(rest)), rest.strip(), self.atoms[index].message),
+        ]
         self.chains = [*self.chains[: index + 2], *self.chains[index + 1 :]]
 
     def rewrite(self, index: int, text: str) -> None:
         """Take back what turned out to be context around a user's words."""
-        self.atoms[index] = Atom(USER, digest(USER, fold(text)), text)
+        self.atoms[index] = Atom(USER, digest(USER, fold(text)), text, self.atoms[index].message)
         self.chains = chains(self.atoms)
 
 
@@ -128,6 +147,11 @@ def transcript(exchange: Exchange) -> Transcript:
     """Parse a record."""
     messages = reading.messages_of(exchange)
     reply = reading.reply_of(exchange)
+    bare = reply_atoms(reply) if reply else []
+    if messages and messages[-1].role == "assistant":
+        begun = messages[-1].content
+        messages = messages[:-1]
+        reply = Message("assistant", begun + reply.content, reply.tool_calls) if reply else None
     system = "\n".join(m.content for m in messages if m.role == "system")
     atoms = atoms_of(messages)
     names = _tool_names(exchange.request)
@@ -141,16 +165,28 @@ def transcript(exchange: Exchange) -> Transcript:
         tools=bool(names),
         schema=_asks_schema(exchange.request),
         reply=reply_atoms(reply) if reply else [],
+        results=reading.result_ids_of(exchange),
+        bare=bare,
     )
+
+
+FOREIGN = 120
+"""characters from which an assistant text in a tail is an answer from elsewhere, and not an acknowledgement the
+client wrote"""
 
 
 def next_state(tail: Sequence[Atom]) -> NextState | None:
     """What the atoms after a reply say: the user's words, which weigh most; else tool results, else the
-    harness's text. Only what follows the last answer counts as the user's words."""
+    harness's text. The words after a client's own acknowledgements count, those after a foreign answer don't."""
+    end = next((i for i, a in enumerate(tail) if a.kind == TEXT and len(a.text) >= FOREIGN), len(tail))
+    tail = tail[:end]
+    start = max((i + 1 for i, a in enumerate(tail) if a.kind == TEXT), default=0)
+    if any(a.kind == USER for a in tail[start:]):
+        tail = tail[start:]
     for kind, role in ((USER, "user"), (TOOL, "tool"), (HARNESS, "harness")):
-        texts = [a.text.strip() for a in tail if a.kind == kind and a.text.strip()]
-        if texts:
-            return NextState(role, "\n\n".join(texts))
+        told = [a.text.strip() for a in tail if a.kind == kind]
+        if told:  # a command that prints nothing has a result, too
+            return NextState(role, "\n\n".join(filter(None, told)))
     return None
 
 

@@ -58,9 +58,9 @@ def turn_type(
     if found.task is not None:
         return Side(SUBAGENT, found.reason, final=True)
     parent = found.parent
-    aside = parent is not None and parent.side is not None
-    if aside and (parent.final_side or not any(a.kind == USER for a in t.tail)):
-        return Side(parent.kind, f"goes on from the side call {parent.id}", final=parent.final_side)
+    aside = parent if parent is not None and parent.side is not None else None
+    if aside and (aside.final_side or not any(a.kind == USER for a in t.tail)):
+        return Side(aside.kind, f"goes on from the side call {aside.id}", final=aside.final_side)
     asks = _asks(t, found, twins)
     if asks:
         return asks
@@ -82,17 +82,19 @@ def _asks(t: Transcript, found: Found, twins: Sequence[Node]) -> Side | None:
     if task and (found.quoted or t.schema):
         return Side(task.kind, f"asks for a {task.kind} and quotes a conversation")
     parent = found.parent
-    if t.groups and (parent is None or parent.shape == t.shape.hex()):
+    if t.groups and (parent is None or parent.shape == t.shape):
         return None
     own = instruction(t.system) if 0 < len(t.system) <= SHORT_SYSTEM else None
-    if own and (own.about or found.quoted or t.schema or any(n.shape != t.shape.hex() for n in twins)):
+    if own and own.kind == "commit message" and not t.groups:
+        return Side(own.kind, "its system text asks for a commit message")
+    if own and (own.about or found.quoted or t.schema or any(n.shape != t.shape for n in twins)):
         return Side(own.kind, f"its system text asks for a {own.kind}")
     return None
 
 
 def _changed(t: Transcript, parent: Node | None) -> Suspect | None:
     """A request unlike the one it goes on from may be the harness's own."""
-    if parent is None or parent.shape == t.shape.hex() or not parent.tools or t.tools:
+    if parent is None or parent.shape == t.shape or not parent.tools or t.tools:
         return None
     return Suspect("no tools where its conversation has them")
 
@@ -102,15 +104,13 @@ def _quotes(t: Transcript, quoted: Sequence[Node]) -> Side | None:
     told = [n for n in quoted if n.side is None]
     if not told:
         return None
-    if all(n.shape != t.shape.hex() for n in told):
+    if all(n.shape != t.shape for n in told):
         return Side("side", f"another kind of request that quotes the conversation of {told[-1].id}")
-    if len(told) > 1:
-        return Side("side", f"quotes {len(told)} replies of the conversation of {told[-1].id}")
     return None
 
 
 def _twin(t: Transcript, twins: Sequence[Node]) -> Side | None:
-    tooled = [n for n in twins if n.opener and n.tools and n.shape != t.shape.hex()]
+    tooled = [n for n in twins if n.opener and n.tools and n.shape != t.shape]
     if tooled and not t.tools:
         return Side("side", f"asks the opening words of {tooled[-1].id} without its tools")
     return None

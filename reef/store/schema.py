@@ -151,7 +151,7 @@ match_nodes = Table(
 match_keys = Table(
     "match_keys",
     learn_metadata,
-    Column("key", LargeBinary(8), primary_key=True),
+    Column("key", LargeBinary(17), primary_key=True),
     Column("seq", Integer, primary_key=True),  # of the node
     Column("id", String(128), nullable=False),
     Index("match_keys_id", "id"),

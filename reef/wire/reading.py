@@ -72,6 +72,40 @@ def finish_reason_of(exchange: Exchange) -> str | None:
             return next((c.get("finish_reason") for c in _dicts(response.get("choices"))), None)
 
 
+def call_ids_of(exchange: Exchange) -> list[str]:
+    """The ids of the tool calls an answer makes, letters and digits only: some clients drop the rest."""
+    response = exchange.response if isinstance(exchange.response, Mapping) else {}
+    match exchange.api:
+        case Api.CHAT:
+            choice = next(iter(_dicts(response.get("choices"))), {})
+            ids = [c.get("id") for c in _dicts((choice.get("message") or {}).get("tool_calls"))]
+        case Api.MESSAGES:
+            ids = [b.get("id") for b in _dicts(response.get("content")) if b.get("type") == "tool_use"]
+        case Api.RESPONSES:
+            ids = [i.get("call_id") for i in _dicts(response.get("output"))]
+        case Api.COMPLETIONS:
+            ids = []
+    return [_bare_id(i) for i in ids if isinstance(i, str)]
+
+
+def result_ids_of(exchange: Exchange) -> list[str]:
+    """The ids of the calls whose results stand at the end of a request."""
+    request = exchange.request
+    listed = _dicts(request.get("input" if exchange.api is Api.RESPONSES else "messages"))
+    out: list[str] = []
+    for item in reversed(listed):
+        if item.get("role") == "assistant" or item.get("type") in ("function_call", "reasoning"):
+            break
+        blocks = _dicts(item.get("content")) if exchange.api is Api.MESSAGES else []
+        found = [item.get("tool_call_id") or item.get("call_id"), *(b.get("tool_use_id") for b in blocks)]
+        out += [_bare_id(i) for i in found if isinstance(i, str)]
+    return out
+
+
+def _bare_id(id: str) -> str:
+    return "".join(c for c in id if c.isalnum())
+
+
 def response_id_of(exchange: Exchange) -> str | None:
     """The answer's own id, by which `previous_response_id` may name it."""
     id = exchange.response.get("id") if isinstance(exchange.response, Mapping) else None
