@@ -43,8 +43,14 @@ class ServerConfig(Section):
         default="any", description="any: every model name means the scenario's policy; strict: unknown names get a 404"
     )
     max_body_mb: float = Field(default=32.0, gt=0, description="largest request body, MiB; larger ones get a 413")
+    max_header_kb: float = Field(default=64.0, gt=0, description="largest request headers, KiB; larger ones get a 431")
     connect_timeout_s: float = Field(default=10.0, gt=0, description="time to connect to the engine")
-    idle_timeout_s: float = Field(default=300.0, gt=0, description="longest silence of the engine within an answer")
+    first_byte_timeout_s: float = Field(default=300.0, gt=0, description="longest wait for a stream's first event")
+    idle_timeout_s: float = Field(default=300.0, gt=0, description="longest silence of the engine within a stream")
+    total_timeout_s: float = Field(default=3600.0, gt=0, description="longest answer, streamed or not")
+    keepalive_s: float = Field(
+        default=10.0, gt=0, description="silence after which a streaming client is told that its answer is coming"
+    )
 
 
 class StoreConfig(Section):
@@ -85,6 +91,16 @@ class EngineConfig(Section):
     max_batch: int = Field(default=16, ge=1, description="embedded: requests decoded together")
     max_context: int = Field(default=2048, ge=64, description="embedded: longest prompt plus reply, tokens")
     top_logprobs: int = Field(default=16, ge=0, le=20, description="top-K recorded with every token")
+    vision: bool = Field(
+        default=True,
+        description="false: requests with images, sound or files get a 400 naming the part (embedded: always)",
+    )
+    retries: int = Field(
+        default=2,
+        ge=0,
+        description="times a request is tried again when the engine can't be reached or answers 429 or 5xx, "
+        "as long as nothing was sent to the client",
+    )
 
 
 class PolicyConfig(Section):

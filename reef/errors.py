@@ -5,7 +5,8 @@ ReefError
 ├── BadRequest           the client sent something unusable (4xx in its own dialect)
 │   ├── UnknownModel     404 under `server.models: strict`
 │   ├── Unauthorized     401
-│   └── BodyTooLarge     413
+│   ├── BodyTooLarge     413
+│   └── HeadersTooLarge  431
 ├── UpstreamError        the engine failed or refused; carries the status to pass on
 ├── StoreError           the log or the learn database can't be used
 ├── ModelError           a model or adapter folder is missing, broken or not the expected one
@@ -68,16 +69,27 @@ class BodyTooLarge(BadRequest):
     code = "body_too_large"
 
 
+class HeadersTooLarge(BadRequest):
+    """The request headers exceed `server.max_header_kb`."""
+
+    status = 431
+    code = "headers_too_large"
+
+
 class UpstreamError(ReefError):
     """The engine answered with an error or could not be reached.
 
-    `status` is what the client is told; `body` is the engine's own error JSON, if it sent one.
+    `status` is what the client is told; `body` is the engine's own error JSON, if it sent one;
+    `retry_after` what it said about when to come back.
     """
 
-    def __init__(self, message: str, *, status: int = 502, body: object | None = None) -> None:
+    def __init__(
+        self, message: str, *, status: int = 502, body: object | None = None, retry_after: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.body = body
+        self.retry_after = retry_after
 
 
 class StoreError(ReefError):

@@ -12,6 +12,8 @@ from starlette.applications import Starlette
 from reef.config import Config
 from reef.engine.base import EngineClient, Timeouts
 from reef.gateway.app import Services, build_app
+from reef.gateway.body import Limits
+from reef.gateway.history import History
 from reef.gateway.proxy import Proxy
 from reef.observe.views import Views
 from reef.releases.publish import Publisher
@@ -26,15 +28,20 @@ def gateway_app(config: Config) -> Starlette:
     log = open_database(config.store.log_url, LOG, durability=config.store.durability)
     learn = open_database(config.store.learn_url, LEARN)
     assert config.engine.url is not None
-    engine = EngineClient(
-        config.engine.url,
-        key=config.engine.key,
-        timeouts=Timeouts(config.server.connect_timeout_s, config.server.idle_timeout_s),
+    server = config.server
+    times = Timeouts(
+        connect=server.connect_timeout_s,
+        first_byte=server.first_byte_timeout_s,
+        idle=server.idle_timeout_s,
+        total=server.total_timeout_s,
     )
+    limits = Limits(body=int(server.max_body_mb * 2**20), headers=int(server.max_header_kb * 1024))
+    engine = EngineClient(config.engine.url, key=config.engine.key, timeouts=times)
     writer = LogWriter(log, capacity=config.store.queue)
-    publisher = Publisher(engine, config.store.dir / "releases", writer.serving, LogReader(log).served())
+    reader = LogReader(log)
+    publisher = Publisher(engine, config.store.dir / "releases", writer.serving, reader.served())
     proxy = Proxy(config, engine, publisher, writer)
-    return build_app(Services(config, engine, publisher, writer, proxy, Views(log, learn)))
+    return build_app(Services(config, engine, publisher, writer, proxy, Views(log, learn), History(reader), limits))
 
 
 def main() -> None:

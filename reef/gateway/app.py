@@ -1,4 +1,4 @@
-"""The HTTP surface: OpenAI routes for agents, `/reef/*` for people and for the learner.
+"""The HTTP surface: OpenAI's and Anthropic's routes for agents, `/reef/*` for people and for the learner.
 
 Owns routing, limits and error JSON. Everything it reports is read from the two databases; it decides
 nothing about learning.
@@ -6,12 +6,14 @@ nothing about learning.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -23,14 +25,21 @@ from reef.config import Config
 from reef.engine.base import EngineClient
 from reef.errors import BadRequest, NotFound, ReefError, UnknownModel, UpstreamError
 from reef.gateway.auth import Caller, identify, require_admin, without_secrets
-from reef.gateway.body import check_report, read_json
+from reef.gateway.body import Limits, check_report, read_json
 from reef.gateway.delivery import EventStream, while_connected
-from reef.gateway.errors import openai_error, status_of
+from reef.gateway.dialects import ROUTES, dialect_of
+from reef.gateway.errors import headers_of, status_of
+from reef.gateway.history import History
 from reef.gateway.proxy import Call, Proxy
 from reef.observe.views import Views
 from reef.releases.publish import Publisher
 from reef.store.log import LogWriter
-from reef.wire.chat import check_request
+from reef.wire.dialect import Dialect
+from reef.wire.exchange import Api
+from reef.wire.fields import refuse
+from reef.wire.images import first_media
+from reef.wire.messages import check_prompt
+from reef.wire.messages_events import MESSAGES
 
 log = logging.getLogger("reef.gateway")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -46,6 +55,8 @@ class Services:
     writer: LogWriter
     proxy: Proxy
     views: Views
+    history: History
+    limits: Limits
 
 
 def build_app(services: Services) -> Starlette:
@@ -63,8 +74,11 @@ def build_app(services: Services) -> Starlette:
 
     return Starlette(
         routes=[
-            Route("/v1/chat/completions", ChatEndpoint(services)),
+            *(Route(path, Inference(services, dialect)) for path, dialect in ROUTES.items()),
+            Route("/v1/messages/count_tokens", guarded(routes.count_tokens), methods=["POST"]),
+            get("/v1/responses/{id}", routes.response),
             get("/v1/models", routes.models),
+            get("/v1/models/{id:path}", routes.model),
             Route("/reef/report", guarded(routes.report), methods=["POST"]),
             get("/reef/status", routes.status),
             get("/reef/funnel", routes.funnel),
@@ -81,16 +95,21 @@ def build_app(services: Services) -> Starlette:
     )
 
 
+def problem(request: Request, error: ReefError, status: int | None = None) -> Response:
+    """An error in the dialect of the request."""
+    body = dialect_of(request.url.path, request.headers).error(error)
+    return JSONResponse(body, status or status_of(error), headers_of(error))
+
+
 async def _no_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     what = "no such route" if status == 404 else "this route does not take this method"
-    problem = NotFound(f"{what}: {request.method} {request.url.path}")
-    return JSONResponse(openai_error(problem), status)
+    return problem(request, NotFound(f"{what}: {request.method} {request.url.path}"), status)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return JSONResponse(openai_error(ReefError("internal error; the service's log has the details")), 500)
+    return problem(request, ReefError("internal error; the service's log has the details"))
 
 
 def guarded(handler: Handler) -> Handler:
@@ -100,51 +119,81 @@ def guarded(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except ReefError as error:
-            return JSONResponse(openai_error(error), status_of(error))
+            return problem(request, error)
 
     return run
 
 
-class ChatEndpoint:
-    """POST /v1/chat/completions. An ASGI app of its own, since it must notice a client that leaves."""
+class Inference:
+    """A POST route that a model answers. An ASGI app of its own, since it must notice a client that
+    leaves."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, dialect: Dialect) -> None:
         self._s = services
+        self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         try:
-            response = await self._answer(request)
+            response = await self._answer(request, send)
         except ReefError as error:
-            response = JSONResponse(openai_error(error), status_of(error))
+            response = problem(request, error)
         except ClientDisconnect:
             return
         if response is not None:
             await response(scope, receive, send)
 
-    async def _answer(self, request: Request) -> Any:
+    async def _answer(self, request: Request, send: Send) -> Response | None:
+        """The answer, or None if it was streamed or nobody waits for it any more."""
         if request.method != "POST":
-            return JSONResponse(openai_error(BadRequest("use POST")), 405, {"allow": "POST"})
+            response = problem(request, BadRequest("use POST"), 405)
+            response.headers["allow"] = "POST"
+            return response
+        call = await self._call(request)
+        if not call.request.get("stream"):
+            body = await while_connected(request.receive, self._whole(call, request))
+            return body
+        out = EventStream(send, lambda: self._s.proxy.headers(call))
+        return await while_connected(request.receive, self._stream(call, out, request))
+
+    async def _whole(self, call: Call, request: Request) -> Response:
+        try:
+            body = await self._s.proxy.whole(call)
+        except ReefError as error:
+            return self._with_receipt(problem(request, error), call)
+        return Response(orjson.dumps(body), 200, self._s.proxy.headers(call), "application/json")
+
+    async def _stream(self, call: Call, out: EventStream, request: Request) -> Response | None:
+        try:
+            await self._s.proxy.stream(call, out)
+        except ReefError as error:
+            return self._with_receipt(problem(request, error), call)
+        return None
+
+    def _with_receipt(self, response: Response, call: Call) -> Response:
+        response.headers.update(self._s.proxy.headers(call))
+        return response
+
+    async def _call(self, request: Request) -> Call:
+        """The request, checked and translated. Raises BadRequest."""
         config = self._s.config
         headers = dict(request.headers)
         caller = identify(headers, config.server.keys)
-        body = check_request(await read_json(request, config.server.max_body_mb))
+        body = self._dialect.check(await read_json(request, self._s.limits))
         scenario = scenario_of(headers, caller, config)
         await self._check_model(body, scenario)
-        call = Call(scenario, caller.name, without_secrets(headers), body)
-        if body.get("stream"):
-            opened = await while_connected(request.receive, self._s.proxy.stream(call))
-            if opened is None:
-                return None
-            status, content, extra = opened
-            if not isinstance(content, dict):
-                return EventStream(content, extra)
-            return JSONResponse(content, status, extra)
-        result = await while_connected(request.receive, self._s.proxy.whole(call))
-        if result is None:
-            return None
-        status, content, extra = result
-        return JSONResponse(content, status, extra)
+        if self._blind and (where := first_media(body)):
+            refuse(where, "can't be read: the engine takes text only")
+        full = body
+        if self._dialect.api is Api.RESPONSES:
+            full = await self._s.history.expand(body, caller.name, scenario)
+        asked = self._dialect.to_engine(full)
+        return Call(self._dialect, scenario, caller.name, without_secrets(headers), body, asked)
+
+    @property
+    def _blind(self) -> bool:
+        engine = self._s.config.engine
+        return engine.kind == "embedded" or not engine.vision
 
     async def _check_model(self, body: dict[str, Any], scenario: str) -> None:
         if self._s.config.server.models == "any":
@@ -169,7 +218,15 @@ def scenario_of(headers: dict[str, str], caller: Caller, config: Config) -> str:
 
 async def model_names(services: Services, scenario: str) -> list[str]:
     """Names a client may use under `strict`: the base model's and the scenario's."""
-    return [await services.publisher.base_model(), scenario]
+    return list(dict.fromkeys((await services.publisher.base_model(), scenario)))
+
+
+def _openai_model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "reef"}
+
+
+def _anthropic_model(name: str) -> dict[str, Any]:
+    return {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 class Routes:
@@ -183,16 +240,44 @@ class Routes:
 
     async def models(self, request: Request) -> Response:
         caller = self._caller(request)
+        names = await model_names(self._s, scenario_of(dict(request.headers), caller, self._s.config))
+        if "anthropic-version" in request.headers:
+            data = [_anthropic_model(name) for name in names]
+            return JSONResponse({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
+        return JSONResponse({"object": "list", "data": [_openai_model(name) for name in names]})
+
+    async def model(self, request: Request) -> Response:
+        caller = self._caller(request)
+        name = request.path_params["id"]
+        names = await model_names(self._s, scenario_of(dict(request.headers), caller, self._s.config))
+        if name not in names and self._s.config.server.models == "strict":
+            raise UnknownModel(f"the model '{name}' does not exist", param="model")
+        return JSONResponse(_anthropic_model(name) if "anthropic-version" in request.headers else _openai_model(name))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """How long a Messages request's prompt is, by the engine's own tokenizer."""
+        caller = self._caller(request)
+        body = check_prompt(await read_json(request, self._s.limits))
         scenario = scenario_of(dict(request.headers), caller, self._s.config)
-        data = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "reef"}
-            for name in await model_names(self._s, scenario)
-        ]
-        return JSONResponse({"object": "list", "data": data})
+        asked = MESSAGES.to_engine(body)
+        async with self._s.publisher.lease(scenario) as lease:
+            tools = asked.get("tools") if asked.get("tool_choice") != "none" else None
+            count = await self._s.engine.count_tokens(lease.model, asked["messages"], tools)
+        return JSONResponse({"input_tokens": count})
+
+    async def response(self, request: Request) -> Response:
+        """A stored response of this client."""
+        caller = self._caller(request)
+        scenario = scenario_of(dict(request.headers), caller, self._s.config)
+        id = request.path_params["id"]
+        exchange = await asyncio.to_thread(self._s.history.stored, id, caller.name, scenario)
+        if exchange is None:
+            raise NotFound(f"no response '{id}' is stored here for this client")
+        return JSONResponse(exchange.response)
 
     async def report(self, request: Request) -> Response:
         self._caller(request)
-        body = await read_json(request, self._s.config.server.max_body_mb)
+        body = await read_json(request, self._s.limits)
         references, score, feedback = check_report(body)
         given = body.get("id")
         id = given if isinstance(given, str) and given else str(ULID())

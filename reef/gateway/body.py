@@ -4,47 +4,67 @@ report's."""
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
+import orjson
 from starlette.requests import Request
 
-from reef.errors import BadRequest, BodyTooLarge
-
-MAX_JSON_DEPTH = 200
+from reef.errors import BadRequest, BodyTooLarge, HeadersTooLarge
 
 
-async def read_json(request: Request, limit_mb: float) -> Any:
-    """The body, parsed. Raises BodyTooLarge or BadRequest."""
-    limit = int(limit_mb * 2**20)
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How large a request may be."""
+
+    body: int = 32 * 2**20
+    """bytes"""
+    headers: int = 64 * 1024
+    """bytes, names and values together"""
+    depth: int = 200
+    """levels of nested JSON"""
+
+
+def check_headers(request: Request, limits: Limits) -> None:
+    """Raises HeadersTooLarge."""
+    if sum(len(name) + len(value) for name, value in request.scope["headers"]) > limits.headers:
+        raise HeadersTooLarge(f"the headers are larger than {limits.headers} bytes")
+
+
+async def read_json(request: Request, limits: Limits) -> Any:
+    """The body, parsed. Raises BodyTooLarge or BadRequest.
+
+    What can't be text (lone surrogates, broken UTF-8), NaN and infinities are refused, integers beyond
+    64 bits become floats.
+    """
+    check_headers(request, limits)
+    too_large = f"the body is larger than {limits.body / 2**20:g} MiB"
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise BodyTooLarge(f"the body is larger than {limit_mb:g} MiB")
+    if declared.isdigit() and int(declared) > limits.body:
+        raise BodyTooLarge(too_large)
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > limit:
-            raise BodyTooLarge(f"the body is larger than {limit_mb:g} MiB")
+        if len(body) > limits.body:
+            raise BodyTooLarge(too_large)
     try:
-        parsed = json.loads(bytes(body), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        parsed = orjson.loads(body)
+    except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
-    if _too_deep(parsed):
-        raise BadRequest(f"the body is nested deeper than {MAX_JSON_DEPTH} levels")
+    if body.count(b"{") + body.count(b"[") > limits.depth and _too_deep(parsed, limits.depth):
+        raise BadRequest(f"the body is nested deeper than {limits.depth} levels")
     return parsed
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _too_deep(value: Any) -> bool:
+def _too_deep(value: Any, limit: int) -> bool:
     level = [value]
-    for _ in range(MAX_JSON_DEPTH):
+    for _ in range(limit):
         level = [
             child
             for node in level
             if isinstance(node, dict | list)
             for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, dict | list)
         ]
         if not level:
             return False

@@ -8,12 +8,18 @@ cancellation is delivered once, so that clean-up code may await.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
 T = TypeVar("T")
+_STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 
 
 async def _left(receive: Receive) -> None:
@@ -42,26 +48,57 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
 
 
 class EventStream:
-    """An ASGI response that sends server-sent events until they end or the client leaves."""
+    """The client's end of a streamed answer."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
-        self._events = events
-        self._headers = {
-            "content-type": "text/event-stream; charset=utf-8",
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",
-            **headers,
-        }
+    def __init__(self, send: Send, headers: Callable[[], Mapping[str, str]]) -> None:
+        """`headers` is asked when the answer starts."""
+        self._send = send
+        self._headers = headers
+        self.started = False
+        """the status is out: whatever goes wrong now has to be said in the stream"""
+        self.wrote = False
+        """the client has something of the answer"""
+        self._busy = asyncio.Lock()
+        self._quiet_since = asyncio.get_running_loop().time()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
-        await while_connected(receive, self._send(send))
+    async def start(self) -> None:
+        """Send status 200 and the headers, once."""
+        if not self.started:
+            self.started = True
+            headers = {**_STREAM_HEADERS, **self._headers()}
+            raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+            await self._send({"type": "http.response.start", "status": 200, "headers": raw})
 
-    async def _send(self, send: Send) -> None:
+    async def write(self, events: bytes) -> None:
+        """Send events of the answer."""
+        if events:
+            self.wrote = True
+            await self._put(events)
+
+    async def end(self) -> None:
+        await self.start()
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _put(self, events: bytes) -> None:
+        async with self._busy:
+            await self.start()
+            await self._send({"type": "http.response.body", "body": events, "more_body": True})
+            self._quiet_since = asyncio.get_running_loop().time()
+
+    @asynccontextmanager
+    async def kept_alive(self, event: Callable[[], bytes], pause_s: float) -> AsyncIterator[None]:
+        """Send `event()` whenever nothing was sent for `pause_s`, as long as the context lasts."""
+        task = asyncio.ensure_future(self._keep_alive(event, pause_s))
         try:
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            yield
         finally:
-            await self._events.aclose()
+            await _drop(task)
+
+    async def _keep_alive(self, event: Callable[[], bytes], pause_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._quiet_since + pause_s - loop.time())
+            if not self._busy.locked() and loop.time() >= self._quiet_since + pause_s:
+                await self._put(event())
+            elif self._busy.locked():
+                self._quiet_since = loop.time()  # the client is slow to read: it needs no reminder

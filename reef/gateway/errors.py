@@ -1,8 +1,6 @@
-"""Errors as the client's dialect writes them. Knows JSON shapes, not sockets."""
+"""Which HTTP status an error is answered with, and which headers go along. Knows no dialect."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from reef.errors import BadRequest, ReefError, StoreError, UpstreamError
 
@@ -14,12 +12,7 @@ def status_of(error: ReefError) -> int:
     return 503 if isinstance(error, StoreError) else 500
 
 
-def openai_error(error: ReefError) -> dict[str, Any]:
-    """OpenAI's error object."""
-    if isinstance(error, BadRequest):
-        kind, param, code = error.type, error.param, error.code
-    elif isinstance(error, UpstreamError):
-        kind, param, code = "upstream_error", None, "engine_failed"
-    else:
-        kind, param, code = "server_error", None, None
-    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+def headers_of(error: ReefError) -> dict[str, str]:
+    """Headers an error's answer carries: how long to wait before trying again, if the engine said so."""
+    after = error.retry_after if isinstance(error, UpstreamError) else None
+    return {"retry-after": after} if after else {}

@@ -1,47 +1,67 @@
-"""One request through the engine: lease a version, inject, forward, strip, record, answer.
+"""One request through the engine: lease a version, inject, forward, strip, translate, record, answer.
 
 Invariant: the exchange is durable before its last byte (or final event) leaves, and each request that
 reached this module ends as exactly one record, also when the client leaves or the engine breaks off.
-Knows one dialect's reader; knows no session and no training.
+The engine is asked again only while the client has nothing of the answer. Knows dialects by their
+interface only; knows no session and no training.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
 from ulid import ULID
 
 from reef.config import Config
 from reef.engine.base import EngineClient
-from reef.errors import UpstreamError
-from reef.gateway.errors import openai_error
+from reef.errors import ReefError, UpstreamError
+from reef.gateway.delivery import EventStream
+from reef.gateway.errors import status_of
 from reef.releases.publish import Lease, Publisher
 from reef.store.log import LogWriter
-from reef.wire import chat, sse
+from reef.wire import sse
+from reef.wire.answer import Answer, inject, sampling_of
+from reef.wire.dialect import Dialect, Translator
 from reef.wire.exchange import Api, Delivered, Exchange
+
+RETRIED = frozenset({429, 500, 502, 503, 529})
+"""statuses of an engine that may do better in a moment"""
+LONGEST_PAUSE_S = 5.0
 
 
 @dataclass(slots=True)
 class Call:
     """A request on its way: what is needed to record it, filled in as it is answered."""
 
+    dialect: Dialect
     scenario: str
     client: str | None
     headers: Mapping[str, str]
     request: Mapping[str, Any]
     """as the client sent it"""
+    asked: Mapping[str, Any]
+    """as the engine's route takes it, before Reef adds anything"""
     id: str = field(default_factory=lambda: str(ULID()))
     started: float = field(default_factory=time.time)
+    version: int = 0
+    sent: Mapping[str, Any] = field(default_factory=dict)
+    answer: Answer = field(init=False)
+    translator: Translator = field(init=False)
+    recorded: bool = False
+
+    def __post_init__(self) -> None:
+        self.answer = Answer(self.asked)
+        self.translator = self.dialect.translator(self.request, self.id, self.answer)
 
 
 class Proxy:
-    """Answers chat requests from the engine and records each as one exchange."""
+    """Answers requests from the engine and records each as one exchange."""
 
     def __init__(self, config: Config, engine: EngineClient, publisher: Publisher, writer: LogWriter) -> None:
         self._config = config
@@ -50,147 +70,174 @@ class Proxy:
         self._writer = writer
         self._exact = config.engine.kind != "openai"
 
+    def headers(self, call: Call) -> dict[str, str]:
+        """Response headers: the receipt and the version that answers."""
+        return {"x-reef-agent-record-id": call.id, "x-reef-version": str(call.version)}
+
+    async def whole(self, call: Call) -> dict[str, Any]:
+        """The body of a non-streamed answer, recorded. Raises ReefError once the failure is recorded."""
+        try:
+            async with asyncio.timeout(self._engine.timeouts.total):
+                shown = await self._attempts(call, self._whole_once)
+        except asyncio.CancelledError:
+            await self._record(call, 499, Delivered.NONE, error=None)
+            raise
+        except TimeoutError:
+            raise await self._failed(call, _silent("the answer took too long")) from None
+        except ReefError as error:
+            raise await self._failed(call, error) from error
+        await self._record(call, 200, Delivered.FULL, error=None)
+        return shown
+
+    async def stream(self, call: Call, out: EventStream) -> None:
+        """Send a streamed answer to `out`, recorded as it ends.
+
+        Raises ReefError, once it is recorded, for what failed before `out` was started; later failures
+        are events of the stream.
+        """
+        try:
+            async with out.kept_alive(lambda: call.translator.keep_alive(), self._config.server.keepalive_s):
+                await self._attempts(call, lambda call, lease: self._stream_once(call, lease, out), out)
+            await self._record(call, 200, Delivered.FULL, error=None)
+        except asyncio.CancelledError:
+            delivered = Delivered.PARTIAL if out.started else Delivered.NONE
+            await self._record(call, 499, delivered, error=None)
+            raise
+        except ReefError as error:
+            delivered = Delivered.PARTIAL if out.started else Delivered.FULL
+            error = await self._failed(call, error, delivered)
+            if not out.started:
+                raise error from None
+            await out.write(call.translator.failed(error))
+        else:
+            await out.write(call.translator.final())
+        await out.end()
+
+    async def _attempts(self, call: Call, once: Any, out: EventStream | None = None) -> Any:
+        """The result of `once`, tried again while that is allowed."""
+        retries = self._config.engine.retries
+        reloaded = False
+        while True:
+            lease: Lease | None = None
+            try:
+                async with self._publisher.lease(call.scenario) as lease:
+                    call.version = lease.version
+                    call.sent = self._sent(call, lease)
+                    return await once(call, lease)
+            except UpstreamError as error:
+                if out is not None and out.wrote:
+                    raise
+                if lease is not None and not reloaded and self._lost_adapter(error, lease):
+                    self._publisher.forget_loaded()
+                    reloaded = True
+                elif error.status in RETRIED and retries > 0:
+                    retries -= 1
+                    await asyncio.sleep(_pause(error, self._config.engine.retries - retries))
+                else:
+                    raise
+                call.answer.forget()
+
+    async def _whole_once(self, call: Call, lease: Lease) -> dict[str, Any]:
+        response = await self._engine.post(call.dialect.engine_path, call.sent)
+        if not response.get("choices"):
+            raise UpstreamError("the engine's answer has no choices")
+        try:
+            return call.translator.whole(call.answer.whole(response))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UpstreamError(f"the engine's answer is not readable: {error!r}") from error
+
+    async def _stream_once(self, call: Call, lease: Lease, out: EventStream) -> None:
+        """Forward one stream. Returns when the engine has finished; what ends the answer is still held."""
+        times = self._engine.timeouts
+        loop = asyncio.get_running_loop()
+        last = loop.time() + times.total
+        try:
+            async with (
+                asyncio.timeout_at(min(loop.time() + times.first_byte, last)) as clock,
+                self._engine.stream(call.dialect.engine_path, call.sent) as upstream,
+            ):
+                await out.start()
+                async for data in sse.events(upstream):
+                    clock.reschedule(min(loop.time() + times.idle, last))
+                    if data.strip() == "[DONE]":
+                        break
+                    shown = _read(call, data)
+                    if shown is not None:
+                        await out.write(call.translator.chunk(shown))
+        except TimeoutError:
+            raise _silent("the engine was silent for too long") from None
+        if not call.translator.finished:
+            raise UpstreamError("the engine ended its stream without finishing the answer")
+
     def _sent(self, call: Call, lease: Lease) -> dict[str, Any]:
         policy = self._config.policy
-        sent = chat.inject(
-            call.request, model=lease.model, top_logprobs=self._config.engine.top_logprobs, exact=self._exact
+        sent = inject(
+            call.asked,
+            model=lease.model,
+            top_logprobs=self._config.engine.top_logprobs,
+            exact=self._exact,
+            chat=call.dialect.api is not Api.COMPLETIONS,
         )
         if policy.sampling == "train":
             sent.update(temperature=policy.temperature, top_p=1.0)
-            sent.pop("top_k", None)
+            for name in ("top_k", "min_p"):
+                sent.pop(name, None)
         elif sent.get("temperature") is None:
             sent["temperature"] = policy.temperature
         return sent
-
-    def headers(self, call: Call, version: int) -> dict[str, str]:
-        return {"x-reef-agent-record-id": call.id, "x-reef-version": str(version)}
-
-    async def whole(self, call: Call) -> tuple[int, dict[str, Any], dict[str, str]]:
-        """(status, body, headers) of a non-streamed answer, recorded."""
-        answer = chat.Answer(call.request)
-        async with self._publisher.lease(call.scenario) as lease:
-            sent = self._sent(call, lease)
-            headers = self.headers(call, lease.version)
-            try:
-                response = await self._with_reload(lease, sent)
-                shown = answer.whole(response)
-            except asyncio.CancelledError:
-                await asyncio.shield(self._record(call, answer, sent, lease, 499, Delivered.NONE))
-                raise
-            except UpstreamError as error:
-                body = error.body if isinstance(error.body, dict) else openai_error(error)
-                await self._record(call, answer, sent, lease, error.status, Delivered.FULL, error=str(error))
-                return error.status, body, headers
-            await self._record(call, answer, sent, lease, 200, Delivered.FULL)
-            return 200, shown, headers
-
-    async def stream(self, call: Call) -> tuple[int, dict[str, Any] | AsyncGenerator[bytes, None], dict[str, str]]:
-        """(status, events or error body, headers) of a streamed answer, recorded as it ends.
-
-        The caller must exhaust or close the iterator; closing it early is the client leaving.
-        """
-        answer = chat.Answer(call.request)
-        stack = AsyncExitStack()
-        lease = await stack.enter_async_context(self._publisher.lease(call.scenario))
-        sent = self._sent(call, lease)
-        headers = self.headers(call, lease.version)
-        try:
-            upstream = await stack.enter_async_context(self._engine.chat_stream(sent))
-        except UpstreamError as error:
-            await stack.aclose()
-            if self._lost_adapter(error, lease):
-                self._publisher.forget_loaded()
-                return await self.stream(call)
-            body = error.body if isinstance(error.body, dict) else openai_error(error)
-            await self._record(call, answer, sent, lease, error.status, Delivered.FULL, error=str(error))
-            return error.status, body, headers
-        except asyncio.CancelledError:
-            await stack.aclose()
-            await asyncio.shield(self._record(call, answer, sent, lease, 499, Delivered.NONE))
-            raise
-        return 200, self._events(call, answer, sent, lease, upstream, stack), headers
-
-    async def _events(
-        self,
-        call: Call,
-        answer: chat.Answer,
-        sent: Mapping[str, Any],
-        lease: Lease,
-        upstream: AsyncIterator[bytes],
-        stack: AsyncExitStack,
-    ) -> AsyncGenerator[bytes, None]:
-        outcome = (499, Delivered.PARTIAL, None)
-        held: bytes | None = None  # the newest event waits until it is known not to be the last one
-        recorded = False
-        try:
-            ended = False
-            async for data in sse.events(upstream):
-                if data.strip() == "[DONE]":
-                    ended = True
-                    break
-                if held is not None:
-                    yield held
-                held = sse.event(answer.chunk(json.loads(data)))
-            if not ended:
-                raise UpstreamError("the engine ended its stream without a final event")
-            await self._record(call, answer, sent, lease, 200, Delivered.FULL)
-            recorded = True
-            if held is not None:
-                yield held
-            yield sse.DONE
-        except (UpstreamError, json.JSONDecodeError, KeyError, TypeError) as error:
-            reason = str(error) if isinstance(error, UpstreamError) else f"unreadable stream: {error!r}"
-            outcome = (502, Delivered.PARTIAL, reason)
-            await self._record(call, answer, sent, lease, 502, Delivered.PARTIAL, error=reason)
-            recorded = True
-            if held is not None:
-                yield held
-            yield sse.event(openai_error(UpstreamError(reason)))
-        finally:
-            if not recorded:
-                status, delivered, reason = outcome
-                await asyncio.shield(self._record(call, answer, sent, lease, status, delivered, error=reason))
-            await stack.aclose()
-
-    async def _with_reload(self, lease: Lease, sent: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return await self._engine.chat(sent)
-        except UpstreamError as error:
-            if not self._lost_adapter(error, lease):
-                raise
-            self._publisher.forget_loaded()
-            async with self._publisher.lease(lease.scenario):  # loads it again
-                return await self._engine.chat(sent)
 
     def _lost_adapter(self, error: UpstreamError, lease: Lease) -> bool:
         """A restarted engine does not know its adapters any more."""
         return error.status == 404 and lease.version > 0 and self._publisher.is_loaded(lease.model)
 
-    async def _record(
-        self,
-        call: Call,
-        answer: chat.Answer,
-        sent: Mapping[str, Any],
-        lease: Lease,
-        status: int,
-        delivered: Delivered,
-        *,
-        error: str | None = None,
-    ) -> None:
-        await self._writer.exchange(
-            Exchange(
-                id=call.id,
-                time=time.time(),
-                started=call.started,
-                api=Api.CHAT,
-                scenario=call.scenario,
-                client=call.client,
-                headers=call.headers,
-                request=call.request,
-                response=answer.response,
-                status=status,
-                delivered=delivered,
-                sampled=answer.sampled(lease.version, chat.sampling_of(sent)),
-                error=error,
-            )
+    async def _failed(self, call: Call, error: ReefError, delivered: Delivered = Delivered.FULL) -> ReefError:
+        """Record a failure; returns the error the client is told."""
+        await self._record(call, status_of(error), delivered, error=str(error) or type(error).__name__)
+        return error
+
+    async def _record(self, call: Call, status: int, delivered: Delivered, *, error: str | None) -> None:
+        if call.recorded:
+            return
+        call.recorded = True
+        exchange = Exchange(
+            id=call.id,
+            time=time.time(),
+            started=call.started,
+            api=call.dialect.api,
+            scenario=call.scenario,
+            client=call.client,
+            headers=call.headers,
+            request=call.request,
+            response=call.translator.response,
+            status=status,
+            delivered=delivered,
+            sampled=call.answer.sampled(call.version, sampling_of(call.sent)),
+            error=error,
         )
+        # a client that leaves now must not take the record along
+        await asyncio.shield(self._writer.exchange(exchange))
+
+
+def _read(call: Call, data: str) -> dict[str, Any] | None:
+    """One chunk as the client may see it. Raises UpstreamError for one that is an error or unreadable."""
+    try:
+        chunk = orjson.loads(data)
+        if "error" in chunk and not chunk.get("choices"):
+            told = chunk["error"]
+            raise UpstreamError(str(told.get("message") if isinstance(told, dict) else told), body=chunk)
+        return call.answer.chunk(chunk)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UpstreamError(f"the engine's stream is not readable: {error!r}") from error
+
+
+def _silent(what: str) -> UpstreamError:
+    return UpstreamError(what, status=504)
+
+
+def _pause(error: UpstreamError, attempt: int) -> float:
+    """Seconds before the next attempt: what the engine asked for, else growing and spread out."""
+    try:
+        asked = float(error.retry_after or "")
+    except ValueError:
+        asked = 0.1 * 2**attempt * random.uniform(0.5, 1.0)
+    return min(max(asked, 0.0), LONGEST_PAUSE_S)

@@ -1,0 +1,183 @@
+"""What an engine answers to a request Reef has added to: the exact record, and what the client may see.
+
+Invariant: what Reef adds to a request and what the engine answers because of it never reaches the
+client; what the client asked for itself does. Reads the engine's two shapes, chat and text
+completions, whole or in chunks; knows no other dialect and no sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from reef.wire.exchange import Sampled, Sampling
+
+_NAMED_ID = "token_id:"
+_SHOWN = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "audio")
+
+
+def inject(
+    request: Mapping[str, Any], *, model: str, top_logprobs: int, exact: bool, chat: bool = True
+) -> dict[str, Any]:
+    """The request as the engine gets it. `exact` asks for token ids (vLLM's field names) and states
+    the sampling settings that an engine might otherwise take from the model's own defaults."""
+    sent = {**request, "model": model}
+    if not exact:
+        return sent
+    for name, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0), ("repetition_penalty", 1.0)):
+        if sent.get(name) is None:
+            sent[name] = off
+    sent["return_token_ids"] = True
+    if chat:
+        asked = sent.get("top_logprobs") or 0
+        sent.update(logprobs=True, top_logprobs=max(top_logprobs, asked), return_tokens_as_token_ids=True)
+    elif sent.get("logprobs") is None:
+        # a client that asks for log-probs gets the engine's own token texts, which ids would replace
+        sent.update(logprobs=top_logprobs, return_tokens_as_token_ids=True)
+    return sent
+
+
+def sampling_of(sent: Mapping[str, Any]) -> Sampling:
+    """The sampling settings of a request as sent to the engine."""
+
+    def number(name: str, default: float) -> float:
+        value = sent.get(name)
+        return default if value is None else float(value)
+
+    biased = (
+        "presence_penalty", "frequency_penalty", "logit_bias", "min_p", "guided_json", "guided_regex",
+        "guided_choice", "guided_grammar", "structured_outputs", "bad_words", "allowed_token_ids",
+        "logits_processors", "use_beam_search", "min_tokens",
+    )  # fmt: skip
+    guided = any(sent.get(name) not in (None, False, 0, 0.0, {}, []) for name in biased)
+    forced = sent.get("tool_choice") not in (None, "none", "auto")
+    shaped = sent.get("response_format")
+    shaped = isinstance(shaped, dict) and shaped.get("type", "text") != "text"
+    return Sampling(
+        tau=number("temperature", 1.0),
+        top_p=number("top_p", 1.0),
+        top_k=int(number("top_k", 0)),
+        penalties=guided or forced or shaped or number("repetition_penalty", 1.0) != 1.0,
+    )
+
+
+def _named_id(token: str) -> int | None:
+    digits = token.removeprefix(_NAMED_ID)
+    return int(digits) if digits != token and digits.isdigit() else None
+
+
+def _text_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    raw = entry.get("bytes")
+    text = bytes(raw).decode("utf-8", "replace") if raw else ""
+    return {"token": text, "logprob": entry["logprob"], "bytes": raw}
+
+
+class Answer:
+    """Reads one answer. Feed it the whole response with `whole`, or each stream chunk with `chunk`;
+    both return what is left for the client. Afterwards `sampled()` is the record."""
+
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        """`request`: the engine's request before Reef added anything."""
+        self._asked_logprobs = request.get("logprobs") not in (None, False)
+        self._asked_top = int(request.get("top_logprobs") or 0)
+        self._asked_ids = bool(request.get("return_token_ids"))
+        self._asked_tokens_as_ids = bool(request.get("return_tokens_as_token_ids"))
+        self._model = request.get("model")
+        self.forget()
+
+    def forget(self) -> None:
+        """Start again: the engine is asked a second time."""
+        self.prompt_ids: list[int] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.topk: list[tuple[tuple[int, float], ...]] = []
+
+    def whole(self, response: Mapping[str, Any]) -> dict[str, Any]:
+        """A non-streamed answer; returns it as the client may see it."""
+        self._read(response)
+        return self._strip(response)
+
+    def chunk(self, chunk: Mapping[str, Any]) -> dict[str, Any] | None:
+        """One stream chunk; returns it as the client may see it, or None when it exists only because
+        of what Reef asked for."""
+        self._read(chunk)
+        return None if self._only_ours(chunk) else self._strip(chunk)
+
+    def sampled(self, version: int, sampling: Sampling) -> Sampled | None:
+        """What was sampled; None unless every token has an id and a log-prob."""
+        if not self.token_ids or len(self.token_ids) != len(self.logprobs) or not self.prompt_ids:
+            return None
+        return Sampled(
+            prompt_ids=tuple(self.prompt_ids),
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            topk=tuple(self.topk),
+            version=version,
+            sampling=sampling,
+        )
+
+    def _read(self, part: Mapping[str, Any]) -> None:
+        if part.get("prompt_token_ids"):
+            self.prompt_ids = list(part["prompt_token_ids"])
+        for choice in part.get("choices") or []:
+            if choice.get("prompt_token_ids"):
+                self.prompt_ids = list(choice["prompt_token_ids"])
+            self.token_ids += choice.get("token_ids") or []
+            logprobs = choice.get("logprobs") or {}
+            for entry in logprobs.get("content") or []:
+                top = ((_named_id(t["token"]), float(t["logprob"])) for t in entry.get("top_logprobs") or [])
+                self._token(float(entry["logprob"]), top)
+            tops = logprobs.get("top_logprobs") or []
+            for at, logprob in enumerate(logprobs.get("token_logprobs") or []):
+                row = (tops[at] or {}) if at < len(tops) else {}
+                self._token(float(logprob), ((_named_id(name), float(value)) for name, value in row.items()))
+
+    def _token(self, logprob: float, top: Any) -> None:
+        self.logprobs.append(logprob)
+        row = [(id, value) for id, value in top if id is not None]
+        row.sort(key=lambda pair: -pair[1])
+        self.topk.append(tuple(row))
+
+    def _only_ours(self, chunk: Mapping[str, Any]) -> bool:
+        choices = chunk.get("choices")
+        if not choices or self._asked_ids or self._asked_logprobs or chunk.get("usage"):
+            return False
+        for choice in choices:
+            if choice.get("finish_reason"):
+                return False
+            if "delta" not in choice:
+                if choice.get("text"):
+                    return False
+                continue
+            delta = choice["delta"] or {}
+            if "role" in delta or any(delta.get(name) for name in _SHOWN):
+                return False
+        return "token_ids" in choices[0]
+
+    def _strip(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        shown = dict(part)
+        if not self._asked_ids:
+            shown.pop("prompt_token_ids", None)
+        if self._model is not None and "model" in shown:
+            shown["model"] = self._model
+        if "choices" in shown:
+            shown["choices"] = [self._strip_choice(choice) for choice in part.get("choices") or []]
+        return shown
+
+    def _strip_choice(self, choice: Mapping[str, Any]) -> dict[str, Any]:
+        shown = dict(choice)
+        if not self._asked_ids:
+            shown.pop("token_ids", None)
+            shown.pop("prompt_token_ids", None)
+        if "logprobs" not in shown:
+            return shown
+        content = (shown["logprobs"] or {}).get("content")
+        if not self._asked_logprobs:
+            shown["logprobs"] = None
+        elif content is not None and not self._asked_tokens_as_ids:
+            entries = [
+                {**_text_entry(e), "top_logprobs": [_text_entry(t) for t in e["top_logprobs"][: self._asked_top]]}
+                for e in content
+            ]
+            shown["logprobs"] = {**shown["logprobs"], "content": entries}
+        return shown
