@@ -42,6 +42,18 @@ class Script:
     """between streamed tokens, or before a whole answer"""
     exact: bool = True
     """return token ids and log-probs when asked"""
+    failures: list[int] = field(default_factory=list)
+    """statuses to answer with first, each once"""
+    retry_after: str | None = None
+    """header of failures"""
+    before_headers_s: float = 0.0
+    """wait before even the headers of an answer"""
+    pieces: list[tuple[dict[str, Any], str]] | None = None
+    """(delta, sampled text) of each chunk, instead of one chunk for each character of `reply`"""
+    finish: str = "stop"
+    stop_reason: str | None = None
+    error_event: str | None = None
+    """end the stream with an error event of this message"""
     requests: list[dict[str, Any]] = field(default_factory=list)
     loaded: dict[str, str] = field(default_factory=dict)
     cancelled: int = 0
@@ -58,53 +70,128 @@ def _entry(token: int) -> dict[str, Any]:
 
 
 def scripted_app(script: Script) -> Starlette:
+    async def refuse(body: dict[str, Any]) -> Response | None:
+        await asyncio.sleep(script.before_headers_s)
+        status = script.failures.pop(0) if script.failures else script.status
+        if status != 200:
+            error = {"message": "scripted failure", "type": "server_error", "param": None, "code": None}
+            headers = {"retry-after": script.retry_after} if script.retry_after else None
+            return JSONResponse({"error": error}, status, headers)
+        if body["model"] != BASE and body["model"] not in script.loaded:
+            return JSONResponse({"error": {"message": f"no model {body['model']}"}}, 404)
+        return None
+
+    def pieces_of(body: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+        if script.pieces is not None:
+            return script.pieces
+        pieces: list[tuple[dict[str, Any], str]] = [({"content": c}, c) for c in script.reply(body)]
+        return [({"role": "assistant", **delta}, text) for delta, text in pieces[:1]] + pieces[1:]
+
+    def end() -> dict[str, Any]:
+        return {"finish_reason": script.finish, "stop_reason": script.stop_reason}
+
+    def usage(prompt: str, reply: str) -> dict[str, int]:
+        counts = {"prompt_tokens": len(prompt), "completion_tokens": len(reply)}
+        return {**counts, "total_tokens": len(prompt) + len(reply)}
+
     async def chat(request: Request) -> Response:
         body = await request.json()
         script.requests.append(body)
-        if script.status != 200:
-            error = {"message": "scripted failure", "type": "server_error", "param": None, "code": None}
-            return JSONResponse({"error": error}, script.status)
-        if body["model"] != BASE and body["model"] not in script.loaded:
-            return JSONResponse({"error": {"message": f"no model {body['model']}"}}, 404)
-        text = script.reply(body)
-        exact = script.exact and body.get("return_token_ids")
+        if (refused := await refuse(body)) is not None:
+            return refused
+        pieces = pieces_of(body)
+        exact = script.exact and bool(body.get("return_token_ids"))
         common = {"id": "chatcmpl-1", "created": 1, "model": body["model"]}
         if body.get("stream"):
-            return StreamingResponse(stream(body, text, exact, common), media_type="text/event-stream")
+            return StreamingResponse(stream(body, pieces, exact, common), media_type="text/event-stream")
         await asyncio.sleep(script.pause_s)
+        text = "".join(sampled for _, sampled in pieces)
+        prompt = prompt_of(body)
+        message: dict[str, Any] = {"role": "assistant", "content": None}
+        for delta, _ in pieces:
+            for name in ("content", "reasoning_content"):
+                if delta.get(name):
+                    message[name] = (message.get(name) or "") + delta[name]
+            for call in delta.get("tool_calls") or []:
+                message.setdefault("tool_calls", []).append(call)
         choice: dict[str, Any] = {
             "index": 0,
-            "message": {"role": "assistant", "content": text},
-            "finish_reason": "stop",
+            "message": message,
+            **end(),
             "logprobs": {"content": [_entry(t) for t in ids(text)]} if exact else None,
         }
-        answer = {**common, "object": "chat.completion", "choices": [choice]}
+        answer = {**common, "object": "chat.completion", "choices": [choice], "usage": usage(prompt, text)}
         if exact:
             choice["token_ids"] = ids(text)
-            answer["prompt_token_ids"] = ids(body["messages"][-1]["content"])
+            answer["prompt_token_ids"] = ids(prompt)
         return JSONResponse(answer)
 
-    async def stream(body: dict[str, Any], text: str, exact: bool, common: dict[str, Any]) -> AsyncIterator[bytes]:
+    def prompt_of(body: dict[str, Any]) -> str:
+        content = body["messages"][-1].get("content")
+        return content if isinstance(content, str) and content else "?"
+
+    async def stream(
+        body: dict[str, Any], pieces: list[tuple[dict[str, Any], str]], exact: bool, common: dict[str, Any]
+    ) -> AsyncIterator[bytes]:
+        head = {**common, "object": "chat.completion.chunk"}
         try:
-            for n, char in enumerate(text):
+            for n, (delta, sampled) in enumerate(pieces):
                 if n == script.break_after:
                     raise ConnectionResetError("scripted break")
                 await asyncio.sleep(script.pause_s)
-                choice: dict[str, Any] = {"index": 0, "delta": {"content": char}, "finish_reason": None}
-                if n == 0:
-                    choice["delta"]["role"] = "assistant"
+                choice: dict[str, Any] = {"index": 0, "delta": delta, "finish_reason": None}
                 if exact:
-                    choice |= {"token_ids": ids(char), "logprobs": {"content": [_entry(ord(char))]}}
-                chunk = {**common, "object": "chat.completion.chunk", "choices": [choice]}
+                    entries = [_entry(token) for token in ids(sampled)]
+                    choice |= {"token_ids": ids(sampled), "logprobs": {"content": entries}}
+                chunk = {**head, "choices": [choice]}
                 if n == 0 and exact:
-                    chunk["prompt_token_ids"] = ids(body["messages"][-1]["content"])
+                    chunk["prompt_token_ids"] = ids(prompt_of(body))
                 yield f"data: {json.dumps(chunk)}\n\n".encode()
-            last = {"index": 0, "delta": {}, "finish_reason": "stop"}
-            yield f"data: {json.dumps({**common, 'object': 'chat.completion.chunk', 'choices': [last]})}\n\n".encode()
+            if script.error_event:
+                yield f"data: {json.dumps({'error': {'message': script.error_event}})}\n\ndata: [DONE]\n\n".encode()
+                return
+            last = {"index": 0, "delta": {}, **end()}
+            yield f"data: {json.dumps({**head, 'choices': [last]})}\n\n".encode()
+            if (body.get("stream_options") or {}).get("include_usage"):
+                text = "".join(sampled for _, sampled in pieces)
+                told = {**head, "choices": [], "usage": usage(prompt_of(body), text)}
+                yield f"data: {json.dumps(told)}\n\n".encode()
             yield b"data: [DONE]\n\n"
         except asyncio.CancelledError:
             script.cancelled += 1
             raise
+
+    async def completions(request: Request) -> Response:
+        body = await request.json()
+        script.requests.append(body)
+        if (refused := await refuse(body)) is not None:
+            return refused
+        prompt = body["prompt"] if isinstance(body["prompt"], str) else "".join(map(chr, body["prompt"]))
+        text = f" and {prompt}"
+
+        def choice(piece: str, finish: str | None) -> dict[str, Any]:
+            tops = [{f"token_id:{t + k}": logprob(t) - k for k in range(TOP)} for t in ids(piece)]
+            told = {"tokens": list(piece), "token_logprobs": [logprob(t) for t in ids(piece)], "top_logprobs": tops}
+            exact = {"token_ids": ids(piece), "prompt_token_ids": ids(prompt)}
+            return {"index": 0, "text": piece, "finish_reason": finish, "logprobs": told, **exact}
+
+        head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": body["model"]}
+        if not body.get("stream"):
+            return JSONResponse({**head, "choices": [choice(text, "length")], "usage": usage(prompt, text)})
+
+        async def parts() -> AsyncIterator[bytes]:
+            for n, char in enumerate(text):
+                chunk = {**head, "choices": [choice(char, "length" if n == len(text) - 1 else None)]}
+                yield f"data: {json.dumps(chunk)}\n\n".encode()
+            yield b"data: [DONE]\n\n"
+
+        return StreamingResponse(parts(), media_type="text/event-stream")
+
+    async def tokenize(request: Request) -> Response:
+        body = await request.json()
+        script.requests.append(body)
+        text = "".join(message.get("content") or "" for message in body["messages"])
+        return JSONResponse({"count": len(text), "max_model_len": 4096, "tokens": ids(text)})
 
     async def models(_request: Request) -> Response:
         loaded = [{"id": name, "parent": BASE} for name in script.loaded]
@@ -125,6 +212,8 @@ def scripted_app(script: Script) -> Starlette:
     return Starlette(
         routes=[
             Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/tokenize", tokenize, methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/load_lora_adapter", load, methods=["POST"]),
             Route("/v1/unload_lora_adapter", unload, methods=["POST"]),

@@ -92,6 +92,9 @@ class ResponsesTranslator:
         for kind, text, logprobs in self._later:
             self._text(kind, text, logprobs)
         self._close_text()
+        prompt, reply = len(self._answer.prompt_ids), len(self._answer.token_ids)
+        if self._usage is None and reply:
+            self._usage = _usage({"prompt_tokens": prompt, "completion_tokens": reply})
         reason = _INCOMPLETE.get(self._finish or "")
         self._status = "incomplete" if reason else "completed"
         self._emit(f"response.{self._status}", response=self._response())

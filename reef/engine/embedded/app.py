@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from reef.engine.embedded.engine import Engine
-from reef.engine.embedded.request import Bounds, Call, PromptReader, read_chat, read_completion
+from reef.engine.embedded.request import Bounds, Call, PromptReader, read_chat, read_completion, read_tokenize
 from reef.engine.embedded.response import Shape
 from reef.engine.embedded.scheduler import Failure, Piece, Ticket
 from reef.errors import BadRequest, ModelError, UpstreamError
@@ -55,6 +55,10 @@ def create_app(engine: Engine, on_ready: Callable[[], None] = lambda: None) -> S
     async def completions(request: Request) -> Response:
         return await _generate(engine, request, read_completion, chat=False)
 
+    async def tokenize(request: Request) -> Response:
+        tokens = read_tokenize(await _body(request), engine.tokenizer)
+        return JSONResponse({"count": len(tokens), "max_model_len": engine.bounds.context, "tokens": tokens})
+
     async def load_adapter(request: Request) -> Response:
         body = await _body(request)
         name, path = _text(body, "lora_name"), Path(_text(body, "lora_path"))
@@ -75,6 +79,7 @@ def create_app(engine: Engine, on_ready: Callable[[], None] = lambda: None) -> S
         Route("/v1/models", models),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
+        Route("/tokenize", tokenize, methods=["POST"]),
         Route("/v1/load_lora_adapter", load_adapter, methods=["POST"]),
         Route("/v1/unload_lora_adapter", unload_adapter, methods=["POST"]),
     ]

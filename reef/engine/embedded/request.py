@@ -46,6 +46,8 @@ class Call:
     return_token_ids: bool
     tokens_as_ids: bool
     """token strings in log-probs are written token_id:N"""
+    tools: bool = False
+    """tool calls in the text become calls"""
 
 
 class ContextLengthExceeded(BadRequest):
@@ -71,7 +73,22 @@ def read_chat(body: Mapping[str, Any], reader: PromptReader, bounds: Bounds) -> 
         raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     limit = "max_completion_tokens" if fields.get("max_completion_tokens", int) is not None else "max_tokens"
     prompt = reader.render(messages, tools=tools)
-    return _call(fields, prompt, bounds, limit, default_limit=None, logprobs=logprobs, top=top)
+    return _call(fields, prompt, bounds, limit, default_limit=None, logprobs=logprobs, top=top, tools=bool(tools))
+
+
+def read_tokenize(body: Mapping[str, Any], reader: PromptReader) -> list[int]:
+    """The prompt ids of a tokenize body: messages as chat/completions takes them, or a text. Raises
+    BadRequest."""
+    fields = _Fields(body)
+    if body.get("messages") is None:
+        text = fields.get("prompt", str)
+        if text is None:
+            raise BadRequest("messages or prompt is required", param="messages")
+        return reader.encode(text)
+    messages = fields.get("messages", list)
+    if not messages or not all(isinstance(m, dict) for m in messages):
+        raise BadRequest("messages must be a non-empty list of objects", param="messages")
+    return reader.render(messages, tools=fields.get("tools", list))
 
 
 def read_completion(body: Mapping[str, Any], reader: PromptReader, bounds: Bounds) -> Call:
@@ -93,6 +110,7 @@ def _call(
     default_limit: int | None,
     logprobs: bool,
     top: int,
+    tools: bool = False,
 ) -> Call:
     room = bounds.context - len(prompt)
     if not prompt:
@@ -123,6 +141,7 @@ def _call(
             settings=settings,
             stops=_stops(fields.get("stop", object)),
             stop_ids=eos | frozenset(stop_ids),
+            ends=eos - frozenset(stop_ids),
         ),
         model=fields.get("model", str),
         stream=bool(fields.get("stream", bool)),
@@ -130,6 +149,7 @@ def _call(
         logprobs=logprobs,
         return_token_ids=bool(fields.get("return_token_ids", bool)),
         tokens_as_ids=bool(fields.get("return_tokens_as_token_ids", bool)),
+        tools=tools,
     )
 
 
@@ -195,8 +215,16 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "functions": bool,
     "continue_final_message": bool,
     "include_stop_str_in_output": bool,
+    "bad_words": bool,
+    "allowed_token_ids": bool,
+    "truncate_prompt_tokens": lambda v: True,
+    "parallel_tool_calls": lambda v: v is False,
+    "chat_template": bool,
+    "chat_template_kwargs": lambda v: not isinstance(v, dict) or bool(v.keys() - {"enable_thinking"}),
+    "add_generation_prompt": lambda v: v is False,
 }
-"""fields that would change the answer, and which of their values this engine can't honour"""
+"""fields that would change the answer, and which of their values this engine can't honour;
+a model without thinking has nothing to switch on or off by `enable_thinking`"""
 
 
 def _refuse_unsupported(fields: _Fields) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from reef.engine.embedded.request import Call
 from reef.engine.embedded.scheduler import Piece
+from reef.engine.embedded.tools import Said, ToolText
 
 Spell = Callable[[int], tuple[str, list[int]]]
 """token id -> its text and its bytes"""
@@ -26,6 +27,7 @@ class Shape:
         self._spell = spell
         self._chat = chat
         self._offset = 0
+        self._tools = ToolText() if chat and call.tools else None
         self._head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
             "created": int(time.time()),
@@ -35,11 +37,16 @@ class Shape:
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
         choice: dict[str, Any] = {"index": 0}
-        if self._chat:
+        if self._tools:
+            said = self._tools.push(text, final=True)
+            calls = [{name: value for name, value in call.items() if name != "index"} for call in said.calls]
+            message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if calls else "")}
+            choice["message"] = {**message, "tool_calls": calls} if calls else message
+        elif self._chat:
             choice["message"] = {"role": "assistant", "content": text}
         else:
             choice["text"] = text
-        choice |= self._facts(pieces, pieces[-1].finish)
+        choice |= self._facts(pieces, pieces[-1])
         return {
             **self._head,
             "object": "chat.completion" if self._chat else "text_completion",
@@ -60,15 +67,17 @@ class Shape:
 
     def next(self, piece: Piece) -> dict[str, Any] | None:
         """One token's chunk; None when it carries nothing."""
-        told = piece.text or piece.finish or self._call.logprobs or self._call.return_token_ids
+        said = self._tools.push(piece.text, final=piece.finish is not None) if self._tools else Said(piece.text)
+        told = said or piece.finish or self._call.logprobs or self._call.return_token_ids
         if not told:
             return None
         choice: dict[str, Any] = {"index": 0}
         if self._chat:
-            choice["delta"] = {"content": piece.text} if piece.text or not piece.finish else {}
+            delta: dict[str, Any] = {"content": said.content} if said.content or not (piece.finish or said) else {}
+            choice["delta"] = {**delta, "tool_calls": said.calls} if said.calls else delta
         else:
-            choice["text"] = piece.text
-        return self._chunk([choice | self._facts([piece], piece.finish)])
+            choice["text"] = said.content
+        return self._chunk([choice | self._facts([piece], piece)])
 
     def last(self, tokens: int) -> dict[str, Any]:
         """The usage chunk a client may ask for."""
@@ -82,11 +91,14 @@ class Shape:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices}
 
-    def _facts(self, pieces: Sequence[Piece], finish: str | None) -> dict[str, Any]:
+    def _facts(self, pieces: Sequence[Piece], last: Piece) -> dict[str, Any]:
         logprobs = None
         if self._call.logprobs:
             logprobs = self._chat_logprobs(pieces) if self._chat else self._text_logprobs(pieces)
-        facts: dict[str, Any] = {"logprobs": logprobs, "finish_reason": finish}
+        called = self._tools is not None and self._tools.called and last.finish == "stop"
+        facts: dict[str, Any] = {"logprobs": logprobs, "finish_reason": "tool_calls" if called else last.finish}
+        if last.finish:
+            facts["stop_reason"] = last.stop
         if self._call.return_token_ids:
             facts["token_ids"] = [piece.token for piece in pieces]
         return facts

@@ -39,6 +39,8 @@ class Job:
     stops: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     """ids that end the answer and are not part of its text"""
+    ends: frozenset[int] = frozenset()
+    """those of `stop_ids` by which the model itself ends"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class Piece:
     text: str
     finish: str | None
     """stop or length, on the last piece"""
+    stop: str | int | None = None
+    """the stop string or stop token id that ended the answer; None for the model's own end"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +203,10 @@ class Scheduler:
         ticket.token = drawn.token
         ticket.count += 1
         finish, text = None, ""
+        stop: str | int | None = None
         if drawn.token in job.stop_ids:
             finish = "stop"
+            stop = None if drawn.token in job.ends else drawn.token
         else:
             text = ticket.text.push(drawn.token)
             if ticket.text.stopped:
@@ -209,11 +215,12 @@ class Scheduler:
                 finish = "length"
         if finish:
             text += ticket.text.finish()
-            finish = "stop" if ticket.text.stopped else finish
+            if ticket.text.stopped:
+                finish, stop = "stop", ticket.text.stopped
             self._running.remove(ticket)
             ticket.row = None
         if not ticket.cancelled:
-            ticket.emit(Piece(drawn.token, drawn.logprob, drawn.top, text, finish))
+            ticket.emit(Piece(drawn.token, drawn.logprob, drawn.top, text, finish, stop))
 
     def _guard(self, concerned: Sequence[Ticket], action: Callable[..., None], *args: object) -> None:
         try:

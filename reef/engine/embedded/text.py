@@ -24,7 +24,8 @@ class TextStream:
         self._read = 0
         """ids before it are in `_pending` or were given out"""
         self._pending = ""
-        self.stopped = False
+        self.stopped: str | None = None
+        """the stop string that ended the text"""
 
     def push(self, token: int) -> str:
         """Add a token; returns the text that is now certain. Sets `stopped` at a stop string."""
@@ -50,10 +51,9 @@ class TextStream:
             self._anchor, self._read = self._read, len(self._ids)
 
     def _release(self) -> str:
-        found = [at for stop in self._stops if (at := self._pending.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := self._pending.find(stop)) >= 0]
         if found:
-            self.stopped = True
-            cut = min(found)
+            cut, self.stopped = min(found)
         else:
             cut = len(self._pending) - self._held()
         text, self._pending = self._pending[:cut], self._pending[cut:]
