@@ -98,6 +98,7 @@ class Proxy:
         try:
             async with out.kept_alive(lambda: call.translator.keep_alive(), self._config.server.keepalive_s):
                 await self._attempts(call, lambda call, lease: self._stream_once(call, lease, out), out)
+            ending = call.translator.final()
             await self._record(call, 200, Delivered.FULL, error=None)
         except asyncio.CancelledError:
             delivered = Delivered.PARTIAL if out.started else Delivered.NONE
@@ -110,7 +111,7 @@ class Proxy:
                 raise error from None
             await out.write(call.translator.failed(error))
         else:
-            await out.write(call.translator.final())
+            await out.write(ending)
         await out.end()
 
     async def _attempts(self, call: Call, once: Any, out: EventStream | None = None) -> Any:

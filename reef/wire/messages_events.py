@@ -46,10 +46,17 @@ class MessagesTranslator:
         self._events: list[bytes] = []
         self._opened = False
         self._open_block: str | None = None
+        self._arguments = ""
+        """of the open call, as far as they are told"""
 
     @property
     def response(self) -> dict[str, Any] | None:
-        return {**self._message, "content": list(self._message["content"])} if self._opened else None
+        if not self._opened:
+            return None
+        content = list(self._message["content"])
+        if self._open_block == "tool_use":  # the client left within a call: what it had of it
+            content[-1] = {**content[-1], "input": _input(self._arguments)}
+        return {**self._message, "content": content}
 
     def whole(self, shown: dict[str, Any]) -> dict[str, Any]:
         choice = (shown.get("choices") or [{}])[0]
@@ -159,7 +166,9 @@ class MessagesTranslator:
                 case What.OPEN:
                     block = {"type": "tool_use", "id": step.call.id, "name": step.call.name, "input": {}}
                     self._begin(block, block)
+                    self._arguments = ""
                 case What.ARGUMENTS:
+                    self._arguments += step.text
                     delta = {"type": "input_json_delta", "partial_json": step.text}
                     self._emit("content_block_delta", index=self._index(), delta=delta)
                 case What.CLOSE:
