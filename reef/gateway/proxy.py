@@ -86,6 +86,9 @@ class Proxy:
             raise await self._failed(call, _silent("the answer took too long")) from None
         except ReefError as error:
             raise await self._failed(call, error) from error
+        except Exception as error:  # a fault of ours: it must not cost the record
+            await self._failed(call, ReefError(f"internal error: {error!r}"))
+            raise
         await self._record(call, 200, Delivered.FULL, error=None)
         return shown
 
@@ -110,6 +113,9 @@ class Proxy:
             if not out.started:
                 raise error from None
             await out.write(call.translator.failed(error))
+        except Exception as error:  # a fault of ours: it must not cost the record
+            await self._failed(call, ReefError(f"internal error: {error!r}"), Delivered.PARTIAL)
+            raise
         else:
             await out.write(ending)
         await out.end()
@@ -162,9 +168,7 @@ class Proxy:
                     clock.reschedule(min(loop.time() + times.idle, last))
                     if data.strip() == "[DONE]":
                         break
-                    shown = _read(call, data)
-                    if shown is not None:
-                        await out.write(call.translator.chunk(shown))
+                    await out.write(_translate(call, data))
         except TimeoutError:
             raise _silent("the engine was silent for too long") from None
         if not call.translator.finished:
@@ -219,14 +223,15 @@ class Proxy:
         await asyncio.shield(self._writer.exchange(exchange))
 
 
-def _read(call: Call, data: str) -> dict[str, Any] | None:
-    """One chunk as the client may see it. Raises UpstreamError for one that is an error or unreadable."""
+def _translate(call: Call, data: str) -> bytes:
+    """One chunk as the client's events. Raises UpstreamError for one that is an error or unreadable."""
     try:
         chunk = orjson.loads(data)
         if "error" in chunk and not chunk.get("choices"):
             told = chunk["error"]
             raise UpstreamError(str(told.get("message") if isinstance(told, dict) else told), body=chunk)
-        return call.answer.chunk(chunk)
+        shown = call.answer.chunk(chunk)
+        return b"" if shown is None else call.translator.chunk(shown)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UpstreamError(f"the engine's stream is not readable: {error!r}") from error
 
