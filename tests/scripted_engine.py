@@ -19,6 +19,8 @@ from starlette.routing import Route
 
 BASE = "scripted-base"
 TOP = 4
+Pieces = list[tuple[dict[str, Any], str]]
+"""(delta, sampled text) of each chunk of an answer"""
 
 
 def logprob(token: int) -> float:
@@ -33,7 +35,7 @@ def ids(text: str) -> list[int]:
 class Script:
     """What the engine does next. Tests change it while it runs."""
 
-    reply: Callable[[dict[str, Any]], str] = lambda body: f"reply to {body['messages'][-1]['content']}"
+    reply: Callable[[dict[str, Any]], str | Pieces] = lambda body: f"reply to {body['messages'][-1]['content']}"
     status: int = 200
     """answer with this status and an error body instead"""
     break_after: int | None = None
@@ -48,8 +50,8 @@ class Script:
     """header of failures"""
     before_headers_s: float = 0.0
     """wait before even the headers of an answer"""
-    pieces: list[tuple[dict[str, Any], str]] | None = None
-    """(delta, sampled text) of each chunk, instead of one chunk for each character of `reply`"""
+    pieces: Pieces | None = None
+    """the chunks of every answer, instead of one for each character of `reply`"""
     finish: str = "stop"
     stop_reason: str | None = None
     error_event: str | None = None
@@ -69,6 +71,15 @@ def _entry(token: int) -> dict[str, Any]:
     }
 
 
+def _add_call(calls: list[dict[str, Any]], delta: dict[str, Any]) -> None:
+    """A delta without an id continues the call of its index."""
+    known = [call for call in calls if call.get("index") == delta.get("index")]
+    if "id" in delta or not known:
+        calls.append({**delta, "function": dict(delta.get("function") or {})})
+    else:
+        known[-1]["function"]["arguments"] += delta["function"]["arguments"]
+
+
 def scripted_app(script: Script) -> Starlette:
     async def refuse(body: dict[str, Any]) -> Response | None:
         await asyncio.sleep(script.before_headers_s)
@@ -81,14 +92,18 @@ def scripted_app(script: Script) -> Starlette:
             return JSONResponse({"error": {"message": f"no model {body['model']}"}}, 404)
         return None
 
-    def pieces_of(body: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    def pieces_of(body: dict[str, Any]) -> Pieces:
         if script.pieces is not None:
             return script.pieces
-        pieces: list[tuple[dict[str, Any], str]] = [({"content": c}, c) for c in script.reply(body)]
+        reply = script.reply(body)
+        if not isinstance(reply, str):
+            return reply
+        pieces: Pieces = [({"content": c}, c) for c in reply]
         return [({"role": "assistant", **delta}, text) for delta, text in pieces[:1]] + pieces[1:]
 
-    def end() -> dict[str, Any]:
-        return {"finish_reason": script.finish, "stop_reason": script.stop_reason}
+    def end(pieces: Pieces) -> dict[str, Any]:
+        called = script.finish == "stop" and any(delta.get("tool_calls") for delta, _ in pieces)
+        return {"finish_reason": "tool_calls" if called else script.finish, "stop_reason": script.stop_reason}
 
     def usage(prompt: str, reply: str) -> dict[str, int]:
         counts = {"prompt_tokens": len(prompt), "completion_tokens": len(reply)}
@@ -113,11 +128,11 @@ def scripted_app(script: Script) -> Starlette:
                 if delta.get(name):
                     message[name] = (message.get(name) or "") + delta[name]
             for call in delta.get("tool_calls") or []:
-                message.setdefault("tool_calls", []).append(call)
+                _add_call(message.setdefault("tool_calls", []), call)
         choice: dict[str, Any] = {
             "index": 0,
             "message": message,
-            **end(),
+            **end(pieces),
             "logprobs": {"content": [_entry(t) for t in ids(text)]} if exact else None,
         }
         answer = {**common, "object": "chat.completion", "choices": [choice], "usage": usage(prompt, text)}
@@ -130,9 +145,7 @@ def scripted_app(script: Script) -> Starlette:
         content = body["messages"][-1].get("content")
         return content if isinstance(content, str) and content else "?"
 
-    async def stream(
-        body: dict[str, Any], pieces: list[tuple[dict[str, Any], str]], exact: bool, common: dict[str, Any]
-    ) -> AsyncIterator[bytes]:
+    async def stream(body: dict[str, Any], pieces: Pieces, exact: bool, common: dict[str, Any]) -> AsyncIterator[bytes]:
         head = {**common, "object": "chat.completion.chunk"}
         try:
             for n, (delta, sampled) in enumerate(pieces):
@@ -150,7 +163,7 @@ def scripted_app(script: Script) -> Starlette:
             if script.error_event:
                 yield f"data: {json.dumps({'error': {'message': script.error_event}})}\n\ndata: [DONE]\n\n".encode()
                 return
-            last = {"index": 0, "delta": {}, **end()}
+            last = {"index": 0, "delta": {}, **end(pieces)}
             yield f"data: {json.dumps({**head, 'choices': [last]})}\n\n".encode()
             if (body.get("stream_options") or {}).get("include_usage"):
                 text = "".join(sampled for _, sampled in pieces)
