@@ -179,7 +179,11 @@ def scripted_app(script: Script) -> Starlette:
         script.requests.append(body)
         if (refused := await refuse(body)) is not None:
             return refused
-        prompt = body["prompt"] if isinstance(body["prompt"], str) else "".join(map(chr, body["prompt"]))
+        prompt = (
+            body["prompt"]
+            if isinstance(body["prompt"], str)
+            else "".join(chr(token % 0xD800) for token in body["prompt"])
+        )
         text = f" and {prompt}"
 
         def choice(piece: str, finish: str | None) -> dict[str, Any]:
@@ -203,7 +207,7 @@ def scripted_app(script: Script) -> Starlette:
     async def tokenize(request: Request) -> Response:
         body = await request.json()
         script.requests.append(body)
-        text = "".join(message.get("content") or "" for message in body["messages"])
+        text = "".join(prompt_of({"messages": [message]}) for message in body["messages"])
         return JSONResponse({"count": len(text), "max_model_len": 4096, "tokens": ids(text)})
 
     async def models(_request: Request) -> Response:

@@ -4,13 +4,14 @@ a test steps by hand. Guarantees that nothing but the engine and the judge is sc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from openai import OpenAI
+from starlette.types import ASGIApp
 
 from reef.config import SessionsConfig, load_config
 from reef.gateway.__main__ import gateway_app
@@ -67,10 +68,10 @@ class Stack:
 
 
 @contextmanager
-def stack(tmp: Path, **settings: str) -> Iterator[Stack]:
+def stack(tmp: Path, *, engine: Callable[[Script], ASGIApp] = scripted_app, **settings: str) -> Iterator[Stack]:
     """`settings` are dotted config keys with underscores doubled: server__models="strict"."""
     script = Script()
-    with serving(scripted_app(script)) as engine_url:
+    with serving(engine(script)) as engine_url:
         pairs = [(name.replace("__", "."), value) for name, value in settings.items()]
         base = [("store.dir", str(tmp / "data")), ("engine.kind", "vllm"), ("engine.url", engine_url)]
         config = load_config(None, [*base, *pairs], {})

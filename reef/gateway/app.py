@@ -30,6 +30,7 @@ from reef.gateway.delivery import EventStream, while_connected
 from reef.gateway.dialects import ROUTES, dialect_of
 from reef.gateway.errors import headers_of, status_of
 from reef.gateway.history import History
+from reef.gateway.openapi import document
 from reef.gateway.proxy import Call, Proxy
 from reef.observe.views import Views
 from reef.releases.publish import Publisher
@@ -89,6 +90,7 @@ def build_app(services: Services) -> Starlette:
             Route("/reef/releases/{version}/serve", guarded(routes.serve_release), methods=["POST"]),
             get("/healthz", routes.alive),
             get("/readyz", routes.ready),
+            get("/openapi.json", routes.openapi),
         ],
         exception_handlers={404: _no_route, 405: _no_route, Exception: _unexpected},
         lifespan=lifespan,
@@ -325,6 +327,9 @@ class Routes:
         before = self._s.publisher.version(scenario)
         await self._s.publisher.serve(scenario, version, by)
         return JSONResponse({"scenario": scenario, "version": version, "before": before})
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(document(request.app.routes))
 
     async def alive(self, request: Request) -> Response:
         return JSONResponse({"ok": True})
