@@ -5,6 +5,7 @@ ReefError
 ├── BadRequest           the client sent something unusable (4xx in its own dialect)
 │   ├── UnknownModel     404 under `server.models: strict`
 │   ├── Unauthorized     401
+│   ├── Forbidden        403
 │   ├── BodyTooLarge     413
 │   └── HeadersTooLarge  431
 ├── UpstreamError        the engine failed or refused; carries the status to pass on
@@ -48,11 +49,19 @@ class UnknownModel(BadRequest):
 
 
 class Unauthorized(BadRequest):
-    """No key, or one that is not known or lacks the role."""
+    """No key, or one that is not known."""
 
     status = 401
     type = "authentication_error"
     code = "invalid_api_key"
+
+
+class Forbidden(BadRequest):
+    """The key is known but may not do this."""
+
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
 
 
 class NotFound(BadRequest):

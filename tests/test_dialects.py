@@ -336,6 +336,59 @@ def test_response_items_become_chat_and_mean_the_same() -> None:
     assert sent["messages"][3]["reasoning_content"] == "Hm."
 
 
+def test_an_answer_told_in_two_messages_is_one() -> None:
+    given = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert messages_of(responses.to_chat({"input": given})) == (Message("assistant", "a\nb"),)
+
+
+@pytest.mark.parametrize(
+    ("api", "to_chat", "request_"),
+    [
+        (Api.RESPONSES, responses.to_chat, {"input": "hi", "instructions": "Be kind."}),
+        (
+            Api.RESPONSES,
+            responses.to_chat,
+            {
+                "input": [
+                    {"role": "developer", "content": "Dev."},
+                    {"role": "user", "content": [{"type": "input_text", "text": t} for t in ("a", "b")]},
+                    {"type": "reasoning", "summary": []},
+                    {"role": "assistant", "content": "x"},
+                    {"role": "assistant", "content": "y"},
+                    {"type": "function_call", "call_id": "c", "name": "weather", "arguments": PARIS},
+                    {"type": "function_call_output", "call_id": "c", "output": "sunny"},
+                    {"role": "assistant", "content": "z"},
+                ]
+            },
+        ),
+        (Api.COMPLETIONS, completions.to_chat, {"prompt": ["hi"]}),
+        (Api.COMPLETIONS, completions.to_chat, {"prompt": [1, 2]}),
+        (
+            Api.MESSAGES,
+            messages.to_chat,
+            {
+                "system": [{"type": "text", "text": t} for t in ("Be", "kind.")],
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "i", "name": "n", "input": {"a": 1}}]},
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": "q"},
+                            {"type": "tool_result", "tool_use_id": "i", "content": "r"},
+                        ],
+                    },
+                    {"role": "user", "content": []},
+                ],
+            },
+        ),
+    ],
+)
+def test_matching_reads_what_the_engine_is_sent(api: Api, to_chat: Any, request_: dict[str, Any]) -> None:
+    reading = pytest.importorskip("reef.wire.reading")
+    recorded = Exchange("i", 0, 0, api, "default", None, {}, request_, None, 200, Delivered.FULL, None)
+    assert messages_of(to_chat(request_)) == reading.messages_of(recorded)
+
+
 def test_completions_pass_through_and_are_recorded(running: Stack) -> None:
     client = running.client()
     answer: Any = client.completions.create(model="m", prompt="fish")

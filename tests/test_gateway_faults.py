@@ -249,11 +249,8 @@ def test_no_record_is_lost_or_doubled_when_clients_leave_at_every_moment(running
     async def ask(client: httpx.AsyncClient, wait_s: float) -> None:
         body = {"messages": ASK, "stream": True}
         try:
-            async with (
-                asyncio.timeout(wait_s),
-                client.stream("POST", f"{running.url}/v1/chat/completions", json=body) as r,
-            ):
-                async for _ in r.aiter_bytes():
+            async with asyncio.timeout(wait_s), client.stream("POST", url, json=body) as response:
+                async for _ in response.aiter_bytes():
                     pass
         except (TimeoutError, httpx.HTTPError):
             pass

@@ -23,7 +23,7 @@ from ulid import ULID
 
 from reef.config import Config
 from reef.engine.base import EngineClient
-from reef.errors import BadRequest, NotFound, ReefError, UnknownModel, UpstreamError
+from reef.errors import BadRequest, Forbidden, NotFound, ReefError, UnknownModel, UpstreamError
 from reef.gateway.auth import Caller, identify, require_admin, without_secrets
 from reef.gateway.body import Limits, check_report, read_json
 from reef.gateway.delivery import EventStream, while_connected
@@ -208,10 +208,10 @@ class Inference:
 
 
 def scenario_of(headers: dict[str, str], caller: Caller, config: Config) -> str:
-    """The scenario a request belongs to. Raises BadRequest if its key is bound to another."""
+    """The scenario a request belongs to. Raises Forbidden if its key is bound to another."""
     asked = headers.get("x-reef-scenario")
     if caller.scenario and asked not in (None, caller.scenario):
-        raise BadRequest(f"this key belongs to scenario '{caller.scenario}'")
+        raise Forbidden(f"this key belongs to scenario '{caller.scenario}'")
     name = caller.scenario or asked or config.policy.scenario
     if not name.replace("-", "").replace("_", "").isalnum() or len(name) > 64:
         raise BadRequest("a scenario's name has at most 64 letters, digits, '-' and '_'")
@@ -229,6 +229,14 @@ def _openai_model(name: str) -> dict[str, Any]:
 
 def _anthropic_model(name: str) -> dict[str, Any]:
     return {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+
+def _id(request: Request, name: str) -> str:
+    """An id from the path. Raises NotFound for one that no store could hold."""
+    id = request.path_params[name]
+    if "\0" in id:
+        raise NotFound(f"no such {name}")
+    return id
 
 
 class Routes:
@@ -299,16 +307,16 @@ class Routes:
         return JSONResponse(self._s.views.funnel())
 
     async def sessions(self, request: Request) -> Response:
-        self._caller(request)
+        require_admin(self._caller(request))
         return JSONResponse({"sessions": self._s.views.sessions()})
 
     async def session(self, request: Request) -> Response:
-        self._caller(request)
-        return JSONResponse(self._s.views.session(request.path_params["id"]))
+        require_admin(self._caller(request))
+        return JSONResponse(self._s.views.session(_id(request, "id")))
 
     async def turn(self, request: Request) -> Response:
-        self._caller(request)
-        return JSONResponse(self._s.views.turn(request.path_params["receipt"]))
+        require_admin(self._caller(request))
+        return JSONResponse(self._s.views.turn(_id(request, "receipt")))
 
     async def releases(self, request: Request) -> Response:
         self._caller(request)

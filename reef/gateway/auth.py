@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from reef.config import Key
-from reef.errors import Unauthorized
+from reef.errors import Forbidden, Unauthorized
 
 SECRET_HEADERS = frozenset({"authorization", "x-api-key", "cookie", "proxy-authorization"})
 
@@ -28,24 +28,28 @@ def identify(headers: Mapping[str, str], keys: Sequence[Key]) -> Caller:
     """The caller of a request with these (lower-case) headers. Raises Unauthorized."""
     if not keys:
         return Caller(None, admin=True)
-    offered = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ").strip()
+    offered = headers.get("x-api-key") or _bearer(headers.get("authorization", ""))
     if not offered:
         raise Unauthorized("no API key: send it as bearer token or x-api-key")
+    raw = offered.encode("latin-1", "replace")  # header text is bytes read as latin-1
     found = None
     for key in keys:  # every key is compared, so that timing tells nothing about which one is close
-        if hmac.compare_digest(key.key.encode(), offered.encode()):
+        if hmac.compare_digest(key.key.encode(), raw):
             found = key
     if found is None:
         raise Unauthorized("this API key is not known")
     return Caller(found.name, admin=found.role == "admin", scenario=found.scenario)
 
 
+def _bearer(header: str) -> str:
+    scheme, _, token = header.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
 def require_admin(caller: Caller) -> None:
-    """Raises Unauthorized (403) unless the caller may change what is served."""
+    """Raises Forbidden unless the caller may change what is served and read what others said."""
     if not caller.admin:
-        error = Unauthorized("this needs a key with the admin role")
-        error.status = 403
-        raise error
+        raise Forbidden("this needs a key with the admin role")
 
 
 def without_secrets(headers: Mapping[str, str]) -> dict[str, str]:

@@ -33,6 +33,8 @@ from reef.wire.exchange import Api, Delivered, Exchange
 RETRIED = frozenset({429, 500, 502, 503, 529})
 """statuses of an engine that may do better in a moment"""
 LONGEST_PAUSE_S = 5.0
+DRAIN_S = 0.2
+"""how long an engine may keep a stream open after its last event"""
 
 
 @dataclass(slots=True)
@@ -158,6 +160,7 @@ class Proxy:
         times = self._engine.timeouts
         loop = asyncio.get_running_loop()
         last = loop.time() + times.total
+        ended = False
         try:
             async with (
                 asyncio.timeout_at(min(loop.time() + times.first_byte, last)) as clock,
@@ -165,12 +168,19 @@ class Proxy:
             ):
                 await out.start()
                 async for data in sse.events(upstream):
-                    clock.reschedule(min(loop.time() + times.idle, last))
-                    if data.strip() == "[DONE]":
-                        break
-                    await out.write(_translate(call, data))
+                    if ended:
+                        continue
+                    ended = data.strip() == "[DONE]"
+                    # the body is read to its end, else the connection could not be used again
+                    clock.reschedule(min(loop.time() + (DRAIN_S if ended else times.idle), last))
+                    if not ended:
+                        await out.write(_translate(call, data))
         except TimeoutError:
-            raise _silent("the engine was silent for too long") from None
+            if not ended:
+                raise _silent("the engine was silent for too long") from None
+        except UpstreamError:
+            if not ended:
+                raise
         if not call.translator.finished:
             raise UpstreamError("the engine ended its stream without finishing the answer")
 

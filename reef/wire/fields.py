@@ -102,6 +102,9 @@ def sampling(body: Mapping[str, Any]) -> None:
         number(body, name)
     for name in ("top_k", "seed"):
         whole_number(body, name)
+    whole_number(body, "top_logprobs", low=0)
+    for name in ("return_token_ids", "return_tokens_as_token_ids"):
+        flag(body, name)
 
 
 def stops(body: Mapping[str, Any], name: str) -> None:

@@ -219,22 +219,15 @@ def _assistant(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _user(role: str, blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tool results as messages of their own, in order; what lies between them as the user's words."""
+    """Tool results as messages of their own, then what the user says beside them."""
     out: list[dict[str, Any]] = []
-    said: list[Mapping[str, Any]] = []
     for block in blocks:
-        if block["type"] != "tool_result":
-            said.append(block)
-            continue
-        if said:
-            out.append({"role": role, "content": _content(said)})
-            said = []
-        content = block.get("content")
-        text = _content(content) if isinstance(content, list) else content or ""
-        out.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
-    if said or not blocks:
-        out.append({"role": role, "content": _content(said)})
-    return out
+        if block["type"] == "tool_result":
+            content = block.get("content")
+            text = _content(content) if isinstance(content, list) else content or ""
+            out.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
+    said = [block for block in blocks if block["type"] != "tool_result"]
+    return [*out, {"role": role, "content": _content(said)}] if said or not out else out
 
 
 def _content(blocks: Sequence[Mapping[str, Any]]) -> Any:

@@ -205,6 +205,12 @@ def messages(request: Mapping[str, Any]) -> list[dict[str, Any]]:
             out[-1].setdefault("tool_calls", []).append(_chat_call(item))
         elif kind in ("function_call_output", "custom_tool_call_output"):
             out.append({"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"])})
+        elif item["role"] == "assistant":
+            text = _content(item["content"])
+            if out and out[-1]["role"] == "assistant" and "tool_calls" not in out[-1]:
+                out[-1]["content"] = f"{out[-1]['content']}\n{text}"  # one answer, told in two messages
+            else:
+                out.append({"role": "assistant", "content": text})
         else:
             role = "system" if item["role"] == "developer" else item["role"]
             out.append({"role": role, "content": _content(item["content"])})
