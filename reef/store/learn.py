@@ -1,28 +1,31 @@
 """The learn database: sessions, bindings, verdicts, steps, releases and the history of every fate.
 
 Written by the learner only. Invariant: the cursor into the log commits together with the rows derived
-from it, and a turn's fate is the newest row of its history; `trained` is final. Methods that write take
-the connection of a transaction that the caller opens with `begin`, so that what belongs together commits
-together.
+from it; a turn's fate is the newest row of its history, and `trained` is final; a turn is claimed by one
+step at most. Methods that write take the connection of a transaction that the caller opens with `begin`,
+so that what belongs together commits together.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Row, func, insert, select, update
+from sqlalchemy import Connection, Engine, Row, delete, func, insert, select, update
 from sqlalchemy.dialects.postgresql import insert as pg_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
+from reef.errors import StoreError
 from reef.recipe import Report, Verdict
 from reef.sessions.fate import Fate
 from reef.sessions.matcher import Decision
-from reef.store.schema import bindings, cursors, fates, releases, steps, turn_reports, turns, verdicts
+from reef.store.columns import key
+from reef.store.schema import bindings, claims, cursors, fates, releases, steps, turn_reports, turns, verdicts
+from reef.store.transactions import writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class LearnStore:
     @contextmanager
     def begin(self) -> Iterator[Connection]:
         """A transaction. One at a time, so that a fate read in it is still the fate when it writes."""
-        with self._lock, self._engine.begin() as connection:
+        with self._lock, writing(self._engine) as connection:
             yield connection
 
     # reading
@@ -86,6 +89,10 @@ class LearnStore:
     def turn(self, id: str) -> Row[Any] | None:
         with self._engine.connect() as c:
             return c.execute(select(turns).where(turns.c.id == id)).first()
+
+    def binding_in(self, c: Connection, turn: str) -> int | None:
+        """The number of a turn's newest binding, as the open transaction sees it."""
+        return c.execute(select(func.max(bindings.c.seq)).where(bindings.c.turn == turn)).scalar()
 
     def binding(self, turn: str) -> Row[Any] | None:
         """The newest binding of a turn that no longer waits."""
@@ -131,6 +138,13 @@ class LearnStore:
         with self._engine.connect() as c:
             return [_step(r) for r in c.execute(select(steps).where(steps.c.status == "running"))]
 
+    def ended_steps(self, ids: Sequence[str]) -> list[str]:
+        """Those of the steps that have ended, and those nobody knows."""
+        with self._engine.connect() as c:
+            query = select(steps.c.id).where(steps.c.id.in_(ids), steps.c.status == "running")
+            running = set(c.execute(query).scalars())
+        return [id for id in ids if id not in running]
+
     def last_carried(self, scenario: str) -> Mapping[str, Any]:
         """What the recipe carried out of the newest step that ended well."""
         with self._engine.connect() as c:
@@ -168,7 +182,7 @@ class LearnStore:
                 seq=seq,
                 time=time,
                 scenario=scenario,
-                session=decision.session,
+                session=key(decision.session),
                 turn_type=decision.turn_type,
                 binds=decision.binds,
                 method=decision.method,
@@ -235,6 +249,13 @@ class LearnStore:
         )
 
     def add_step(self, c: Connection, step: StepRow) -> None:
+        """Store a step and claim its turns. Raises StoreError if one of them is claimed by another step
+        or no longer waits for a batch."""
+        free = select(turns.c.id).where(turns.c.id.in_(step.turns), turns.c.fate == Fate.JUDGED.value)
+        taken = select(claims.c.turn).where(claims.c.turn.in_(step.turns))
+        if len(c.execute(free).all()) != len(set(step.turns)) or c.execute(taken).first():
+            raise StoreError(f"step {step.id}: not all of its turns wait for a batch any more")
+        c.execute(insert(claims), [{"turn": turn, "step": step.id} for turn in step.turns])
         c.execute(
             insert(steps).values(
                 id=step.id,
@@ -254,7 +275,13 @@ class LearnStore:
         c.execute(update(steps).where(steps.c.id == step).values(attempts=steps.c.attempts + 1))
 
     def end_step(self, c: Connection, step: str, status: str, reason: str = "") -> None:
-        c.execute(update(steps).where(steps.c.id == step).values(status=status, reason=reason, ended=time.time()))
+        """Settle a running step; turns of one that trained nothing may be trained by another. Raises
+        StoreError if it has ended already."""
+        running = update(steps).where(steps.c.id == step, steps.c.status == "running")
+        if c.execute(running.values(status=status, reason=reason, ended=time.time())).rowcount != 1:
+            raise StoreError(f"step {step} has ended already")
+        if status != "released":
+            c.execute(delete(claims).where(claims.c.step == step))
 
     def add_release(self, c: Connection, values: Mapping[str, Any]) -> None:
         c.execute(insert(releases).values(**values, time=time.time()))

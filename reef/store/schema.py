@@ -1,4 +1,4 @@
-"""The two databases, table by table.
+"""The two databases, table by table, the same on SQLite and PostgreSQL.
 
 `log` is written by gateways only, `learn` by the learner only; each reads the other. The log is the
 only source of truth: everything in `learn` but the verdicts can be derived from it again.
@@ -6,20 +6,9 @@ only source of truth: everything in `learn` but the verdicts can be derived from
 
 from __future__ import annotations
 
-from sqlalchemy import (
-    JSON,
-    Boolean,
-    Column,
-    Float,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    String,
-    Table,
-    Text,
-    UniqueConstraint,
-)
+from sqlalchemy import Boolean, Column, Double, Index, Integer, LargeBinary, MetaData, Table, UniqueConstraint, text
+
+from reef.store.columns import SEQ, Json, Words
 
 log_metadata = MetaData()
 learn_metadata = MetaData()
@@ -27,69 +16,100 @@ learn_metadata = MetaData()
 exchanges = Table(
     "exchanges",
     log_metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=True),  # commit order
-    Column("id", String(128), nullable=False, unique=True),  # the receipt, a ULID
-    Column("time", Float, nullable=False),
-    Column("started", Float, nullable=False),
-    Column("api", String(16), nullable=False),
-    Column("scenario", String(128), nullable=False),
-    Column("client", String(128)),
-    Column("headers", JSON, nullable=False),
-    Column("request", JSON, nullable=False),
-    Column("response", JSON),
+    Column("seq", SEQ, primary_key=True, autoincrement=True),  # commit order, without gaps
+    Column("id", Words, nullable=False, unique=True),  # the receipt, a ULID
+    Column("time", Double, nullable=False),
+    Column("started", Double, nullable=False),
+    Column("api", Words, nullable=False),
+    Column("scenario", Words, nullable=False),
+    Column("client", Words),
+    Column("headers", Json, nullable=False),
+    Column("request", Json, nullable=False),
+    Column("response", Json),
     Column("status", Integer, nullable=False),
-    Column("delivered", String(8), nullable=False),
-    Column("sampled", JSON),
+    Column("delivered", Words, nullable=False),
+    Column("sampled", Json),
     Column("version", Integer),
-    Column("error", Text),
+    Column("error", Words),
+    Column("size", Integer, nullable=False, server_default=text("0")),  # bytes of its JSON; 0 once erased
+    Column("erased", Words),  # why its words and tokens are gone: forgotten, age, size
     sqlite_autoincrement=True,
+)
+kept = Index(
+    "exchanges_kept",
+    exchanges.c.seq,
+    exchanges.c.time,
+    exchanges.c.size,
+    sqlite_where=exchanges.c.erased.is_(None),
+    postgresql_where=exchanges.c.erased.is_(None),
 )
 
 reports = Table(
     "reports",
     log_metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=True),
-    Column("id", String(128), nullable=False, unique=True),  # idempotency key
-    Column("time", Float, nullable=False),
-    Column("references", JSON, nullable=False),  # receipts
-    Column("score", Float),
-    Column("feedback", Text),
+    Column("seq", SEQ, primary_key=True, autoincrement=True),
+    Column("id", Words, nullable=False, unique=True),  # idempotency key
+    Column("time", Double, nullable=False),
+    Column("references", Json, nullable=False),  # receipts
+    Column("score", Double),
+    Column("feedback", Words),
     sqlite_autoincrement=True,
 )
 
 serving = Table(
     "serving",
     log_metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=True),
-    Column("scenario", String(128), nullable=False),
+    Column("seq", SEQ, primary_key=True, autoincrement=True),
+    Column("scenario", Words, nullable=False),
     Column("version", Integer, nullable=False),
-    Column("time", Float, nullable=False),
-    Column("by", String(128), nullable=False),  # learner or operator
+    Column("time", Double, nullable=False),
+    Column("by", Words, nullable=False),  # learner or operator
     Index("serving_latest", "scenario", "seq"),
+    sqlite_autoincrement=True,
+)
+
+erasures = Table(
+    "erasures",
+    log_metadata,
+    Column("seq", SEQ, primary_key=True, autoincrement=True),
+    Column("turns", Json, nullable=False),  # receipts whose words and tokens are gone
+    Column("why", Words, nullable=False),  # forgotten, age, size
+    Column("time", Double, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+gaps = Table(
+    "gaps",
+    log_metadata,
+    Column("seq", SEQ, primary_key=True, autoincrement=True),
+    Column("started", Double, nullable=False),
+    Column("ended", Double, nullable=False),
+    Column("exchanges", Integer, nullable=False),  # answered without a record, or refused for want of one
+    Column("reason", Words, nullable=False),
     sqlite_autoincrement=True,
 )
 
 cursors = Table(
     "cursors",
     learn_metadata,
-    Column("name", String(32), primary_key=True),
-    Column("seq", Integer, nullable=False),
+    Column("name", Words, primary_key=True),
+    Column("seq", SEQ, nullable=False),
 )
 
 turns = Table(
     "turns",
     learn_metadata,
-    Column("id", String(128), primary_key=True),  # the exchange's receipt
-    Column("seq", Integer, nullable=False, unique=True),
-    Column("time", Float, nullable=False),
-    Column("scenario", String(128), nullable=False),
-    Column("session", String(64), nullable=False),
-    Column("turn_type", String(8), nullable=False),
-    Column("binds", String(128)),  # the exchange whose reply this request answers
-    Column("method", String(32), nullable=False),
-    Column("score", Float, nullable=False),
-    Column("reason", Text, nullable=False),
-    Column("fate", String(24), nullable=False),  # latest row of `fates`, kept here for counting
+    Column("id", Words, primary_key=True),  # the exchange's receipt
+    Column("seq", SEQ, nullable=False, unique=True),
+    Column("time", Double, nullable=False),
+    Column("scenario", Words, nullable=False),
+    Column("session", Words, nullable=False),
+    Column("turn_type", Words, nullable=False),
+    Column("binds", Words),  # the exchange whose reply this request answers
+    Column("method", Words, nullable=False),
+    Column("score", Double, nullable=False),
+    Column("reason", Words, nullable=False),
+    Column("fate", Words, nullable=False),  # latest row of `fates`, kept here for counting
     Column("version", Integer),
     Index("turns_session", "session", "seq"),
     Index("turns_fate", "fate", "seq"),
@@ -98,12 +118,12 @@ turns = Table(
 fates = Table(
     "fates",
     learn_metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=True),
-    Column("turn", String(128), nullable=False),
-    Column("fate", String(24), nullable=False),
-    Column("rule", String(48), nullable=False),
-    Column("reason", Text, nullable=False),
-    Column("time", Float, nullable=False),
+    Column("seq", SEQ, primary_key=True, autoincrement=True),
+    Column("turn", Words, nullable=False),
+    Column("fate", Words, nullable=False),
+    Column("rule", Words, nullable=False),
+    Column("reason", Words, nullable=False),
+    Column("time", Double, nullable=False),
     Column("version", Integer),
     Index("fates_turn", "turn", "seq"),
 )
@@ -111,39 +131,41 @@ fates = Table(
 bindings = Table(
     "bindings",
     learn_metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=True),
-    Column("turn", String(128), nullable=False),  # whose reply
-    Column("child", String(128), nullable=False),  # the request that answers it
-    Column("role", String(16), nullable=False),
-    Column("next_state", Text, nullable=False),
+    Column("seq", SEQ, primary_key=True, autoincrement=True),
+    Column("turn", Words, nullable=False),  # whose reply
+    Column("child", Words, nullable=False),  # the request that answers it
+    Column("role", Words, nullable=False),
+    Column("next_state", Words, nullable=False),
     Column("firm", Boolean, nullable=False),
-    Column("time", Float, nullable=False),
+    Column("time", Double, nullable=False),
     Index("bindings_turn", "turn", "seq"),
 )
+by_child = Index("bindings_child", bindings.c.child)
 
 verdicts = Table(
     "verdicts",
     learn_metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=True),
-    Column("turn", String(128), nullable=False),  # the turn that was judged
-    Column("binding", Integer),  # the binding it was judged by; null for a report
-    Column("charged", String(128)),  # the turn that is charged, null when none is
+    Column("seq", SEQ, primary_key=True, autoincrement=True),
+    Column("turn", Words, nullable=False),  # the turn that was judged
+    Column("binding", SEQ),  # the binding it was judged by; null for a report
+    Column("charged", Words),  # the turn that is charged, null when none is
     Column("verdict", Integer, nullable=False),  # of the charge
-    Column("body", JSON, nullable=False),  # the whole Verdict
-    Column("judge", String(128), nullable=False),
-    Column("seconds", Float, nullable=False),
-    Column("time", Float, nullable=False),
+    Column("body", Json, nullable=False),  # the whole Verdict
+    Column("judge", Words, nullable=False),
+    Column("seconds", Double, nullable=False),
+    Column("time", Double, nullable=False),
     Index("verdicts_turn", "turn", "seq"),
 )
+by_charged = Index("verdicts_charged", verdicts.c.charged, verdicts.c.seq)
 
 match_nodes = Table(
     "match_nodes",
     learn_metadata,
-    Column("id", String(128), primary_key=True),
-    Column("seq", Integer, nullable=False),
-    Column("time", Float, nullable=False),
-    Column("session", String(64), nullable=False),
-    Column("body", JSON, nullable=False),  # a matching Node
+    Column("id", Words, primary_key=True),
+    Column("seq", SEQ, nullable=False),
+    Column("time", Double, nullable=False),
+    Column("session", Words, nullable=False),
+    Column("body", Json, nullable=False),  # a matching Node
     Index("match_nodes_time", "time"),
     Index("match_nodes_session", "session"),
 )
@@ -152,51 +174,60 @@ match_keys = Table(
     "match_keys",
     learn_metadata,
     Column("key", LargeBinary(17), primary_key=True),
-    Column("seq", Integer, primary_key=True),  # of the node
-    Column("id", String(128), nullable=False),
+    Column("seq", SEQ, primary_key=True, autoincrement=False),  # of the node
+    Column("id", Words, nullable=False),
     Index("match_keys_id", "id"),
 )
 
 turn_reports = Table(
     "turn_reports",
     learn_metadata,
-    Column("report", String(128), primary_key=True),
-    Column("turn", String(128), primary_key=True),
-    Column("score", Float),
-    Column("feedback", Text),
+    Column("report", Words, primary_key=True),
+    Column("turn", Words, primary_key=True),
+    Column("score", Double),
+    Column("feedback", Words),
     Index("turn_reports_turn", "turn"),
 )
 
 steps = Table(
     "steps",
     learn_metadata,
-    Column("id", String(128), primary_key=True),
-    Column("scenario", String(128), nullable=False),
+    Column("id", Words, primary_key=True),
+    Column("scenario", Words, nullable=False),
     Column("version", Integer, nullable=False),  # the version it produces
     Column("parent", Integer, nullable=False),
-    Column("turns", JSON, nullable=False),
-    Column("status", String(16), nullable=False),  # running, released, rejected, failed
+    Column("turns", Json, nullable=False),
+    Column("status", Words, nullable=False),  # running, released, rejected, failed
     Column("attempts", Integer, nullable=False),
-    Column("carried", JSON, nullable=False),  # the recipe's state after this step
-    Column("reason", Text, nullable=False),
-    Column("created", Float, nullable=False),
-    Column("ended", Float),
+    Column("carried", Json, nullable=False),  # the recipe's state after this step
+    Column("reason", Words, nullable=False),
+    Column("created", Double, nullable=False),
+    Column("ended", Double),
     UniqueConstraint("scenario", "version"),
+)
+by_status = Index("steps_status", steps.c.status)
+
+claims = Table(
+    "claims",
+    learn_metadata,
+    Column("turn", Words, primary_key=True),  # a turn is in one step at most, whatever the code believes
+    Column("step", Words, nullable=False),
+    Index("claims_step", "step"),
 )
 
 releases = Table(
     "releases",
     learn_metadata,
-    Column("scenario", String(128), primary_key=True),
+    Column("scenario", Words, primary_key=True),
     Column("version", Integer, primary_key=True),
     Column("parent", Integer, nullable=False),
-    Column("path", Text, nullable=False),
-    Column("hash", String(64), nullable=False),
-    Column("turns", JSON, nullable=False),
-    Column("metrics", JSON, nullable=False),
-    Column("gate", JSON, nullable=False),
-    Column("status", String(16), nullable=False),  # candidate, released, rejected
-    Column("step", String(128), nullable=False, unique=True),
-    Column("time", Float, nullable=False),
-    Column("published", Float),
+    Column("path", Words, nullable=False),
+    Column("hash", Words, nullable=False),
+    Column("turns", Json, nullable=False),
+    Column("metrics", Json, nullable=False),
+    Column("gate", Json, nullable=False),
+    Column("status", Words, nullable=False),  # released, rejected, held, pruned
+    Column("step", Words, nullable=False, unique=True),
+    Column("time", Double, nullable=False),
+    Column("published", Double),
 )

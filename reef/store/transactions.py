@@ -1,0 +1,66 @@
+"""Transactions that write: one writer at a time where that is what makes an invariant hold.
+
+On SQLite a writing transaction takes the write lock as it begins, so that it waits for another process
+instead of failing half-way with "database is locked". On PostgreSQL a named advisory lock does the same;
+the server releases it only after the transaction's rows have become visible, hence a number assigned
+under the lock is never seen after a larger one. (Reading up to the oldest running transaction instead
+would let batches of several gateways overlap, but any long transaction in that database, a backup for
+one, would stop the learner.) Knows no table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import DBAPIError, OperationalError
+
+
+@contextmanager
+def writing(engine: Engine, *, lock: str | None = None) -> Iterator[Connection]:
+    """A transaction that may write; with `lock`, alone among those of that name."""
+    with engine.connect().execution_options(sqlite_begin="IMMEDIATE") as connection, connection.begin():
+        if lock and connection.dialect.name == "postgresql":
+            connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": lock_key(lock)})
+        yield connection
+
+
+def lock_key(name: str) -> int:
+    """The 64-bit signed number PostgreSQL knows an advisory lock by."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+class Trouble(Enum):
+    """Why a transaction failed, as far as the remedy differs."""
+
+    LOST = "the database can't be reached"
+    """it may come back at any moment, and whether the last commit took place is not known"""
+    FULL = "the database can't be written"
+    """no room, or the storage refuses"""
+    OTHER = "the database refused"
+
+
+_FULL_STATES = ("53100", "58030")
+_LOST_STATES = ("57P01", "57P02", "57P03", "25006")
+
+
+def trouble(error: Exception) -> Trouble:
+    """What kind of failure a database error is."""
+    if not isinstance(error, DBAPIError):
+        return Trouble.OTHER
+    original: Any = error.orig
+    name = getattr(original, "sqlite_errorname", None)
+    if name is not None:
+        full = name in ("SQLITE_FULL", "SQLITE_READONLY", "SQLITE_CANTOPEN") or name.startswith("SQLITE_IOERR")
+        return Trouble.FULL if full else Trouble.OTHER
+    state = getattr(original, "sqlstate", None)
+    if state in _FULL_STATES:
+        return Trouble.FULL
+    unreachable = isinstance(error, OperationalError) and state is None
+    if error.connection_invalidated or state in _LOST_STATES or unreachable:
+        return Trouble.LOST
+    return Trouble.OTHER

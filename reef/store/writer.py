@@ -1,0 +1,286 @@
+"""Appending to the record log: one thread that commits whatever waits in a bounded queue.
+
+Invariant: a caller is told of success only after its row is committed, and `seq` is the commit order
+without gaps, since it is assigned under the database's write lock. When the disk refuses, the writer says
+so (`admit`), probes once a second and records the gap itself once it can. Knows nothing of sessions,
+fates or training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from sqlalchemy import Connection, Engine, Table, func, insert, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from reef.errors import StoreError
+from reef.store.columns import Raw, key, to_json
+from reef.store.schema import exchanges, gaps, reports, serving
+from reef.store.transactions import Trouble, trouble, writing
+from reef.wire.exchange import Exchange
+
+log = logging.getLogger("reef.log")
+BATCH = 256
+RECONNECT_S = 20.0
+"""how long records wait for a database that went away"""
+PROBE_S = 1.0
+WhenFull = Literal["refuse", "serve"]
+Change = Callable[[Connection], Any]
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row to append; made in the writer's thread."""
+
+    table: Table
+    make: Callable[[], Mapping[str, Any]]
+    done: Future[Any] = field(default_factory=Future)
+
+
+@dataclass(slots=True)
+class _Change:
+    """Anything else that writes, in its place among the rows."""
+
+    run: Change
+    done: Future[Any] = field(default_factory=Future)
+
+
+@dataclass(slots=True)
+class _Gap:
+    """A time during which nothing can be recorded."""
+
+    reason: str
+    started: float = field(default_factory=time.time)
+    exchanges: int = 0
+
+
+class LogWriter:
+    """The one writer of a gateway process."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        capacity: int = 1024,
+        when_full: WhenFull = "refuse",
+        redact: Callable[[Exchange], Exchange] | None = None,
+        redact_text: Callable[[str], str] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._when_full = when_full
+        self._redact = redact
+        self._redact_text = redact_text
+        self._gap: _Gap | None = None
+        self._queue: queue.Queue[_Row | _Change | None] = queue.Queue(capacity)
+        self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
+        self._thread.start()
+
+    def admit(self) -> None:
+        """Raises StoreError while an answer could not be recorded and must be, by configuration."""
+        gap = self._gap
+        if gap is not None and self._when_full == "refuse":
+            gap.exchanges += 1
+            raise StoreError(f"new requests are refused, since they can't be recorded: {gap.reason}")
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing can be recorded now, if so."""
+        gap = self._gap
+        return gap.reason if gap else None
+
+    async def exchange(self, exchange: Exchange) -> bool:
+        """Append an exchange; returns once it is durable. False when there is no room and the
+        configuration lets the answer pass unrecorded. Raises StoreError."""
+
+        def row() -> dict[str, Any]:
+            return exchange_row(self._redact(exchange) if self._redact else exchange)
+
+        try:
+            await self._put(_Row(exchanges, row))
+        except StoreError:
+            gap = self._gap
+            if gap is None:
+                raise
+            gap.exchanges += 1
+            if self._when_full == "refuse":
+                raise
+            return False
+        return True
+
+    async def report(self, id: str, references: Sequence[str], score: float | None, feedback: str | None) -> bool:
+        """Append a report; False if one with this id is there already (nothing is changed then)."""
+        if feedback and self._redact_text:
+            feedback = self._redact_text(feedback)
+        row = {"id": key(id), "time": time.time(), "references": list(references)}
+
+        def change(connection: Connection) -> bool:
+            if connection.execute(select(reports.c.seq).where(reports.c.id == row["id"])).first():
+                return False
+            append(connection, reports, [{**row, "score": score, "feedback": feedback}])
+            return True
+
+        return await self.change(change)
+
+    async def serving(self, scenario: str, version: int, by: str) -> None:
+        """Append a change of the served version."""
+        row = {"scenario": scenario, "version": version, "time": time.time(), "by": by}
+        await self._put(_Row(serving, lambda: row))
+
+    async def change(self, run: Change) -> Any:
+        """Run `run` in a transaction of the writer and return its result once committed. It may run
+        twice if the database goes away meanwhile. Raises StoreError."""
+        return await self._put(_Change(run))
+
+    def close(self) -> None:
+        """Commit what waits, then stop."""
+        self._queue.put(None)
+        self._thread.join()
+
+    async def _put(self, item: _Row | _Change) -> Any:
+        item.done.set_running_or_notify_cancel()  # a caller that leaves must not cancel it under the writer
+        try:
+            self._queue.put_nowait(item)
+        except queue.Full:  # back-pressure: the caller waits, the event loop does not
+            await asyncio.to_thread(self._queue.put, item)
+        return await asyncio.wrap_future(item.done)
+
+    # the writer's thread
+
+    def _run(self) -> None:
+        while True:
+            try:
+                first = self._queue.get(timeout=PROBE_S if self._gap else None)
+            except queue.Empty:
+                self._probe()
+                continue
+            if first is None:
+                return
+            batch = [first]
+            stop = False
+            while len(batch) < BATCH:
+                try:
+                    item = self._queue.get_nowait()
+                except queue.Empty:
+                    break
+                if item is None:
+                    stop = True
+                    break
+                batch.append(item)
+            try:
+                self._commit(batch)
+            except Exception as error:  # whatever it is, callers must hear of it and the thread must live
+                log.exception("the record log failed")
+                for item in batch:
+                    if not item.done.done():
+                        item.done.set_exception(StoreError(f"the record could not be written: {error!r}"))
+            if stop:
+                return
+
+    def _commit(self, batch: Sequence[_Row | _Change]) -> None:
+        deadline = time.monotonic() + (RECONNECT_S if self._gap is None else 0.0)
+        again = False
+        while True:
+            try:
+                results = self._write(batch, again=again)
+            except (SQLAlchemyError, ValueError, TypeError, StoreError) as error:
+                kind = trouble(error)
+                if kind is Trouble.LOST and time.monotonic() < deadline:
+                    again = True
+                    time.sleep(0.2)
+                    continue
+                self._failed(batch, error, kind)
+                return
+            if self._gap is not None:
+                self._probe()
+            for item, result in zip(batch, results, strict=True):
+                item.done.set_result(result)
+            return
+
+    def _failed(self, batch: Sequence[_Row | _Change], error: Exception, kind: Trouble) -> None:
+        if kind is not Trouble.OTHER and self._gap is None:
+            self._gap = _Gap(f"{kind.value}: {getattr(error, 'orig', error)}")
+            log.error("nothing can be recorded: %s", self._gap.reason)
+        if len(batch) > 1 and kind is not Trouble.LOST:  # one bad row must not take its neighbours along
+            for item in batch:
+                self._commit([item])
+            return
+        for item in batch:
+            item.done.set_exception(StoreError(f"the record could not be written: {error}"))
+
+    def _write(self, batch: Sequence[_Row | _Change], *, again: bool) -> list[Any]:
+        """One transaction. With `again` the last attempt may have committed unseen: ids that are there
+        already are left alone."""
+        results: list[Any] = [None] * len(batch)
+        with writing(self._engine, lock="reef log") as connection:
+            rows: list[tuple[Table, Mapping[str, Any]]] = []
+            for n, item in enumerate(batch):
+                if isinstance(item, _Row):
+                    rows.append((item.table, item.make()))
+                else:
+                    self._append(connection, rows, again)
+                    rows = []
+                    results[n] = item.run(connection)
+            self._append(connection, rows, again)
+        return results
+
+    def _append(self, connection: Connection, rows: Sequence[tuple[Table, Mapping[str, Any]]], again: bool) -> None:
+        for table in dict.fromkeys(table for table, _ in rows):
+            mine = [row for other, row in rows if other is table]
+            if again and table is exchanges:
+                ids = [row["id"] for row in mine]
+                there = set(connection.execute(select(table.c.id).where(table.c.id.in_(ids))).scalars())
+                mine = [row for row in mine if row["id"] not in there]
+            append(connection, table, mine)
+
+    def _probe(self) -> None:
+        """Try to record the gap itself; that it works shows that there is room again."""
+        gap = self._gap
+        if gap is None:
+            return
+        row = {"started": gap.started, "ended": time.time(), "exchanges": gap.exchanges, "reason": gap.reason}
+        try:
+            with writing(self._engine, lock="reef log") as connection:
+                append(connection, gaps, [row])
+        except SQLAlchemyError:
+            return
+        self._gap = None
+        log.warning("recording works again after %.0f s", row["ended"] - gap.started)
+
+
+def append(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert rows with the next numbers. The caller holds the write lock (`writing`)."""
+    if rows:
+        after = connection.execute(select(func.max(table.c.seq))).scalar() or 0
+        connection.execute(insert(table), [{**row, "seq": after + n} for n, row in enumerate(rows, 1)])
+
+
+def exchange_row(exchange: Exchange) -> dict[str, Any]:
+    """The exchange as a row of `exchanges`, without seq."""
+    words = {
+        "headers": to_json(dict(exchange.headers)),
+        "request": to_json(exchange.request),
+        "response": to_json(exchange.response) if exchange.response is not None else None,
+        "sampled": to_json(exchange.sampled.to_json()) if exchange.sampled else None,
+    }
+    return {
+        "id": exchange.id,
+        "time": exchange.time,
+        "started": exchange.started,
+        "api": exchange.api.value,
+        "scenario": exchange.scenario,
+        "client": exchange.client,
+        **{name: Raw(text) if text is not None else None for name, text in words.items()},
+        "status": exchange.status,
+        "delivered": exchange.delivered.value,
+        "version": exchange.sampled.version if exchange.sampled else None,
+        "error": exchange.error,
+        "size": sum(len(text) for text in words.values() if text),
+    }
