@@ -17,6 +17,7 @@ from reef.cli.output import print_json, print_lines, print_table
 from reef.config import Config, StoreConfig, load_config
 from reef.errors import BadRequest, ConfigError, JudgeError, ReefError
 from reef.recipe import NextState, Turn
+from reef.train.jobs import ENDED
 from reef.wire.exchange import Message
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="serve.yaml; without it all defaults")]
@@ -142,9 +143,9 @@ def train(
 def _dry_run(settings: Config, step: str | None, turns: int | None) -> dict[str, Any]:
     folder = settings.store.dir / "steps"
     if step is not None:
-        found = sorted(folder.glob("*/job.json"))
-        job = folder / step / "job.json" if step != "last" else (found[-1] if found else folder / "none")
-        if not job.exists():
+        found = {f.parent.name: f for f in (*folder.glob("*/job.json"), *folder.glob(f"{ENDED}/*/job.json"))}
+        job = found.get(max(found, default="") if step == "last" else step)
+        if job is None:
             raise ConfigError(f"no stored step {step!r} in {folder}")
         return _trainer(settings, ["--dry-run", str(job)])
     with tempfile.TemporaryDirectory() as scratch:
@@ -171,8 +172,9 @@ def _publish(settings: Config, turns: int | None) -> dict[str, Any]:
         if not formed:
             raise ReefError("no full batch of judged turns waits; see `reef funnel`, or give --turns")
         _trainer(settings, ["--once"])
-        steps.collect()
-        result = settings.store.dir / "steps" / formed[0].id / "result.json"
+        if not steps.collect():
+            raise ReefError("the step failed; it is tried again when `reef serve` runs, and its log says why")
+        result = settings.store.dir / "steps" / ENDED / formed[0].id / "result.json"
         return {"step": formed[0].id, "version": formed[0].version, **json_module.loads(result.read_text())}
     finally:
         lock.close()

@@ -1,7 +1,9 @@
 """Asking the recipe what each reaction says, and storing its verdicts.
 
 Invariant: a turn is judged once per reaction; trouble with the judge leaves it queued, to be asked again
-with growing pauses, and never makes it neutral. Knows no weights.
+with growing pauses, and never makes it neutral. A verdict is stored only while its turn still waits for
+it, by the reaction it was given for. While the judge answers nobody, one turn at a time asks whether it is
+back; then all that waited are asked at once. Knows no weights.
 """
 
 from __future__ import annotations
@@ -18,6 +20,13 @@ from reef.store.learn import LearnStore
 
 log = logging.getLogger("reef.judge")
 PAUSE_S = (1.0, 2.0, 5.0, 15.0, 60.0)
+OUTAGE = 8
+"""failures in a row after which the judge counts as down"""
+OUTAGE_PAUSE_S = 5.0
+CHARGEABLE = frozenset(
+    {Fate.OPEN, Fate.QUEUED, Fate.JUDGED, Fate.NEUTRAL, Fate.NO_NEXT_STATE, Fate.STALE, Fate.GATE_REJECTED}
+)
+"""fates of a turn that a verdict on a later reaction may charge; an opted-out text is never trained"""
 
 
 class Judging:
@@ -29,14 +38,22 @@ class Judging:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._failures: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
+        self._in_a_row = 0
+        self._ask_again = 0.0
 
     def step(self) -> int:
         """Start judging what waits, as far as the concurrency allows; returns how many run."""
         now = time.monotonic()
-        for row in self._learn.with_fate(Fate.QUEUED):
-            if len(self._running) >= self._concurrency:
+        down = self._in_a_row >= OUTAGE
+        if down and now < self._ask_again:
+            return len(self._running)
+        rows = self._learn.with_fate(Fate.QUEUED)
+        if down:  # not always the same one, which may be what the judge can't answer
+            rows.sort(key=lambda row: self._failures.get(row.id, 0))
+        for row in rows:
+            if len(self._running) >= (1 if down else self._concurrency):
                 break
-            if row.id in self._running or self._not_before.get(row.id, 0.0) > now:
+            if row.id in self._running or (self._not_before.get(row.id, 0.0) > now and not down):
                 continue
             self._running[row.id] = asyncio.create_task(self._judge(row.id))
         return len(self._running)
@@ -48,14 +65,15 @@ class Judging:
 
     async def _judge(self, id: str) -> None:
         try:
+            binding = await asyncio.to_thread(self._learn.binding, id)  # before the turn: see `_store`
             turn = await asyncio.to_thread(self._turns.build, id)
             if turn is None:
                 return
             started = time.monotonic()
             verdict = await self._recipe.judge(turn)
-            await asyncio.to_thread(self._store, turn, verdict, time.monotonic() - started)
-            self._failures.pop(id, None)
-            self._not_before.pop(id, None)
+            source = binding.seq if binding else None
+            await asyncio.to_thread(self._store, turn, source, verdict, time.monotonic() - started)
+            self._answered(id)
         except JudgeError as error:
             self._postpone(id, str(error))
         except Exception as error:  # a broken recipe must not end the learner; the turn says why it waits
@@ -64,7 +82,19 @@ class Judging:
         finally:
             self._running.pop(id, None)
 
+    def _answered(self, id: str) -> None:
+        if self._in_a_row >= OUTAGE:
+            log.warning("the judge answers again; what waited for it is asked now")
+            self._not_before.clear()
+        self._in_a_row = 0
+        self._failures.pop(id, None)
+        self._not_before.pop(id, None)
+
     def _postpone(self, id: str, reason: str) -> None:
+        self._in_a_row += 1
+        self._ask_again = time.monotonic() + OUTAGE_PAUSE_S
+        if self._in_a_row == OUTAGE:
+            log.error("the judge has failed %d times in a row, last: %s", OUTAGE, reason)
         failures = self._failures.get(id, 0)
         self._failures[id] = failures + 1
         self._not_before[id] = time.monotonic() + PAUSE_S[min(failures, len(PAUSE_S) - 1)]
@@ -73,21 +103,26 @@ class Judging:
             with self._learn.begin() as c:
                 self._learn.set_fate(c, id, Fate.QUEUED, "judge_retry", reason)
 
-    def _store(self, turn: Turn, verdict: Verdict | None, seconds: float) -> None:
-        binding = self._learn.binding(turn.id)
-        with self._learn.begin() as c:
+    def _store(self, turn: Turn, source: int | None, verdict: Verdict | None, seconds: float) -> None:
+        learn = self._learn
+        with learn.begin() as c:
+            if learn.fate_in(c, turn.id) is not Fate.QUEUED or learn.binding_in(c, turn.id) != source:
+                return  # judged by another task, forgotten, or bound to another reaction meanwhile
             if verdict is None:
-                self._learn.set_fate(c, turn.id, Fate.NEUTRAL, "recipe", "the recipe has nothing to say about it")
+                learn.set_fate(c, turn.id, Fate.NEUTRAL, "recipe", "the recipe has nothing to say about it")
                 return
-            charges = [(id, value) for id, value in charged_turns(turn, verdict) if value]
-            source = binding.seq if binding else None
+            charges = [
+                (id, value)
+                for id, value in charged_turns(turn, verdict)
+                if value and (id == turn.id or learn.fate_in(c, id) in CHARGEABLE)
+            ]
             if not charges:
-                self._learn.add_verdict(c, turn.id, source, None, 0, verdict)
-                self._learn.set_fate(c, turn.id, Fate.NEUTRAL, "judge", "neither accepted nor rejected")
+                learn.add_verdict(c, turn.id, source, None, 0, verdict)
+                learn.set_fate(c, turn.id, Fate.NEUTRAL, "judge", "neither accepted nor rejected")
                 return
             for id, value in charges:
-                self._learn.add_verdict(c, turn.id, source, id, value, verdict)
+                learn.add_verdict(c, turn.id, source, id, value, verdict)
                 word = "accepted" if value > 0 else "rejected"
-                self._learn.set_fate(c, id, Fate.JUDGED, "judge", f"{word} by {verdict.judge} in {seconds:.1f} s")
+                learn.set_fate(c, id, Fate.JUDGED, "judge", f"{word} by {verdict.judge} in {seconds:.1f} s")
             if turn.id not in dict(charges):
-                self._learn.set_fate(c, turn.id, Fate.NEUTRAL, "judge", "the reaction is about an earlier reply")
+                learn.set_fate(c, turn.id, Fate.NEUTRAL, "judge", "the reaction is about an earlier reply")

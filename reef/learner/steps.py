@@ -17,13 +17,15 @@ from typing import Any
 
 from ulid import ULID
 
+from reef.errors import ModelError, StoreError
 from reef.learner.turns import Turns
 from reef.recipe import JudgedTurn, Recipe, Refusal
-from reef.releases.chain import failed_checks, read_release
+from reef.releases.chain import Release, failed_checks, read_release
 from reef.sessions.fate import Fate
 from reef.store.files import write_json
 from reef.store.learn import LearnStore, StepRow
 from reef.store.log import LogReader
+from reef.train.jobs import ENDED
 from reef.train.sample import Sample
 
 log = logging.getLogger("reef.steps")
@@ -51,6 +53,7 @@ class Steps:
         self._recipe = recipe
         self._folder = folder
         self._settings = settings
+        self._retire_ended()
 
     def form(self) -> list[StepRow]:
         """Store a step for each scenario that has a full batch and none running, and write its job."""
@@ -103,14 +106,25 @@ class Steps:
         else:
             return None  # refusals left too few; the rest waits
         samples, carried = self._recipe.form(samples, self._learn.last_carried(scenario))
-        version = self._learn.newest_version(scenario) + 1
+        version = self._next_version(scenario)
         turns = tuple(sample.turn for sample in samples)
         step = StepRow(str(ULID()), scenario, version, parent, turns, "running", 1, carried)
-        with self._learn.begin() as c:
-            self._learn.add_step(c, step)
+        try:
+            with self._learn.begin() as c:
+                self._learn.add_step(c, step)
+        except StoreError as error:  # a fate has changed since it was read: the next round sees it
+            log.info("%s", error)
+            return None
         self._write(step, samples)
         log.info("step %s: %d turns of %s become version %d", step.id, len(turns), scenario, version)
         return step
+
+    def _next_version(self, scenario: str) -> int:
+        """Higher than any step's and any release folder's: after a restored backup or a power cut there
+        may be folders that no step of the database wrote."""
+        folders = (self._folder.parent / "releases" / scenario).glob("v*")
+        on_disk = [int(f.name[1:]) for f in folders if f.name[1:].isdigit()]
+        return max(self._learn.newest_version(scenario), *on_disk, 0) + 1
 
     def _standing(self, scenario: str) -> tuple[int, list[JudgedTurn]]:
         """(served version, newest accepted turns): what a batch is formed against."""
@@ -165,16 +179,35 @@ class Steps:
             file = self._folder / step.id / "result.json"
             if not file.exists():
                 continue
-            result = json.loads(file.read_text())
-            if "error" in result:
+            try:
+                result = json.loads(file.read_text())
+                release = read_release(Path(result["release"])) if "error" not in result else None
+            except (ValueError, KeyError, ModelError) as error:
+                result, release = {"error": f"its release can't be read: {error}"}, None
+            if release is not None and (release.version, release.turns) != (step.version, step.turns):
+                result, release = {"error": f"{release.folder} is not this step's release"}, None
+            if release is None:
                 ended += self._failed(step, str(result["error"]), file)
             else:
-                self._finished(step, result)
+                self._finished(step, release, result)
                 ended += 1
         return ended
 
-    def _finished(self, step: StepRow, result: Mapping[str, Any]) -> None:
-        release = read_release(Path(result["release"]))
+    def _retire(self, step: str) -> None:
+        """Move an ended step's folder out of the trainer's sight."""
+        (self._folder / ENDED).mkdir(parents=True, exist_ok=True)
+        try:
+            (self._folder / step).rename(self._folder / ENDED / step)
+        except OSError as error:  # it is moved at the next start
+            log.warning("the folder of step %s stays where it is: %s", step, error)
+
+    def _retire_ended(self) -> None:
+        """Move the folders of steps that ended, or that the database does not know, as the learner starts."""
+        found = [job.parent.name for job in self._folder.glob("*/job.json")]
+        for step in self._learn.ended_steps(found):
+            self._retire(step)
+
+    def _finished(self, step: StepRow, release: Release, result: Mapping[str, Any]) -> None:
         good = release.servable
         failed = failed_checks(release.gate)
         with self._learn.begin() as c:
@@ -200,6 +233,7 @@ class Steps:
                     self._learn.set_fate(c, turn, Fate.TRAINED, "step", reason, version=step.version)
                 else:
                     self._learn.set_fate(c, turn, Fate.GATE_REJECTED, "gate", failed or "the gate said no")
+        self._retire(step.id)
         log.info("version %d of %s is %s", step.version, step.scenario, "released" if good else f"rejected: {failed}")
 
     def _failed(self, step: StepRow, reason: str, file: Path) -> int:
@@ -214,4 +248,5 @@ class Steps:
             self._learn.end_step(c, step.id, "failed", reason)
             for turn in step.turns:
                 self._learn.set_fate(c, turn, Fate.GATE_REJECTED, "step_failed", reason)
+        self._retire(step.id)
         return 1

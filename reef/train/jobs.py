@@ -1,7 +1,8 @@
 """Training jobs as folders: `steps/<id>/job.json` in, `steps/<id>/result.json` out.
 
 Invariant: both files appear complete, by rename; a step with a job and no result is run, again if
-need be. That is all learner and trainer share, so they may run on different machines with one
+need be. The learner moves what has ended to `steps/ended/`, so that looking for work costs the same
+however many steps there were. That is all learner and trainer share, so they may run on different machines with one
 storage. This module knows neither.
 """
 
@@ -21,6 +22,11 @@ from typing import Any, Protocol
 from reef.errors import ReefError, StoreError
 from reef.store.files import write_json
 from reef.train.sample import Sample
+
+ENDED = "ended"
+"""folder within `steps` of the steps that have ended"""
+PAUSES_S = (1.0, 5.0, 15.0, 60.0)
+"""before a job is tried again that the disk had no room for"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,7 @@ def work(
     for leftover in trainer.releases.glob("*/.tmp-v*"):
         shutil.rmtree(leftover, ignore_errors=True)
     _tell(steps, "idle")
+    refused = 0
     while alive():
         waiting = pending(steps)
         if not waiting:
@@ -102,11 +109,13 @@ def work(
         try:
             write_json(waiting[0] / "result.json", do(trainer, waiting[0]))
             _tell(steps, "idle")
+            refused = 0
         except OSError as error:
             if once:
                 raise
             _tell(steps, "waiting", waiting[0].name, f"{type(error).__name__}: {error}")
-            time.sleep(5.0)
+            time.sleep(PAUSES_S[min(refused, len(PAUSES_S) - 1)])
+            refused += 1
 
 
 def do(trainer: Runner, folder: Path) -> dict[str, Any]:
@@ -124,9 +133,9 @@ def do(trainer: Runner, folder: Path) -> dict[str, Any]:
 
 def _tell(steps: Path, state: str, step: str = "", reason: str = "") -> None:
     """Say what the trainer does, for whoever looks; never a reason to stop."""
-    if reason:
-        print(f"trainer {state} {step}: {reason}", file=sys.stderr, flush=True)
     try:
+        if reason:
+            print(f"trainer {state} {step}: {reason}", file=sys.stderr, flush=True)
         report = {"pid": os.getpid(), "state": state, "step": step, "reason": reason, "time": time.time()}
         write_json(steps / "trainer.json", report)
     except OSError:
