@@ -32,7 +32,7 @@ from reef.store.files import write_json
 log = logging.getLogger("reef.service")
 RESTART_PAUSES_S = (0.5, 1.0, 2.0, 5.0, 15.0)
 PR_SET_PDEATHSIG = 1
-STABLE_S = 60.0
+STABLE_S = 10.0
 """a process that ran this long has its pauses reset"""
 
 

@@ -56,6 +56,8 @@ class Script:
     stop_reason: str | None = None
     error_event: str | None = None
     """end the stream with an error event of this message"""
+    keep: int | None = None
+    """how many requests are remembered; None for all"""
     requests: list[dict[str, Any]] = field(default_factory=list)
     loaded: dict[str, str] = field(default_factory=dict)
     cancelled: int = 0
@@ -111,7 +113,8 @@ def scripted_app(script: Script) -> Starlette:
 
     async def chat(request: Request) -> Response:
         body = await request.json()
-        script.requests.append(body)
+        if script.keep is None or len(script.requests) < script.keep:
+            script.requests.append(body)
         if (refused := await refuse(body)) is not None:
             return refused
         pieces = pieces_of(body)
@@ -176,7 +179,8 @@ def scripted_app(script: Script) -> Starlette:
 
     async def completions(request: Request) -> Response:
         body = await request.json()
-        script.requests.append(body)
+        if script.keep is None or len(script.requests) < script.keep:
+            script.requests.append(body)
         if (refused := await refuse(body)) is not None:
             return refused
         prompt = (
@@ -206,7 +210,8 @@ def scripted_app(script: Script) -> Starlette:
 
     async def tokenize(request: Request) -> Response:
         body = await request.json()
-        script.requests.append(body)
+        if script.keep is None or len(script.requests) < script.keep:
+            script.requests.append(body)
         text = "".join(prompt_of({"messages": [message]}) for message in body["messages"])
         return JSONResponse({"count": len(text), "max_model_len": 4096, "tokens": ids(text)})
 
