@@ -51,6 +51,7 @@ class ServerConfig(Section):
     keepalive_s: float = Field(
         default=10.0, gt=0, description="silence after which a streaming client is told that its answer is coming"
     )
+    drain_timeout_s: float = Field(default=20.0, ge=0, description="time for answers in flight to end at SIGTERM")
 
 
 class StoreConfig(Section):
@@ -63,6 +64,26 @@ class StoreConfig(Section):
         default="process", description="process: an answer survives any kill -9; power: fsync before the answer ends"
     )
     queue: int = Field(default=1024, gt=0, description="records waiting for the writer before new requests wait too")
+    when_full: Literal["refuse", "serve"] = Field(
+        default="refuse",
+        description="while nothing can be recorded (disk full): refuse new requests with a 503, or serve them "
+        "unrecorded",
+    )
+    keep_days: float | None = Field(
+        default=None, gt=0, description="remove words and tokens of finished exchanges older than this; null keeps all"
+    )
+    keep_gb: float | None = Field(
+        default=None, gt=0, description="remove those of the oldest finished exchanges above this size; null keeps all"
+    )
+    keep_releases: int | None = Field(
+        default=None, ge=1, description="newest releases kept per scenario, besides those in use; null keeps all"
+    )
+    redact: tuple[Literal["keys", "emails", "cards"], ...] = Field(
+        default=(), description="take these out of everything before it is stored; such an exchange trains nothing"
+    )
+    redact_patterns: dict[str, str] = Field(
+        default_factory=dict, description="more to take out: name to regular expression"
+    )
 
     @property
     def log_url(self) -> str:

@@ -8,10 +8,11 @@ and ports, nothing of what the processes do.
 from __future__ import annotations
 
 import ctypes
-import fcntl
+import errno
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,14 +27,20 @@ from typing import IO
 import httpx
 
 from reef.config import Config
-from reef.errors import ConfigError, ModelError, ReefError, StoreError
+from reef.errors import ConfigError, ModelError, ReefError
 from reef.store.files import write_json
+from reef.store.lock import acquire
 
 log = logging.getLogger("reef.service")
 RESTART_PAUSES_S = (0.5, 1.0, 2.0, 5.0, 15.0)
 PR_SET_PDEATHSIG = 1
 STABLE_S = 10.0
 """a process that ran this long has its pauses reset"""
+PORT_WAIT_S = 5.0
+"""for the gateway of a service that was killed a moment ago to let go of its port"""
+STOP_S = 15.0
+LOG_BYTES = 16 * 2**20
+"""a process's log is set aside above this size; one older file is kept"""
 
 
 @dataclass(slots=True)
@@ -60,7 +67,7 @@ class Service:
         self._run_dir = self._dir / "run"
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._lock = acquire(self._dir / "serve.lock")
-        port = claim_port(config.server.host, config.server.port)
+        port = claim_port(config.server.host, config.server.port, wait_s=PORT_WAIT_S)
         engine_url = config.engine.url
         if config.engine.kind == "embedded":
             engine_url = f"http://127.0.0.1:{claim_port('127.0.0.1', 0)}"
@@ -142,6 +149,7 @@ class Service:
         """Start again what has died, each with its own pauses."""
         now = time.monotonic()
         for managed in self._processes:
+            self._turn_log(managed)
             process = managed.process
             if process is None:
                 if now >= managed.start_at:
@@ -166,16 +174,18 @@ class Service:
         finally:
             self.stop()
 
-    def stop(self, timeout_s: float = 15.0) -> None:
-        """End all processes: the gateway first, so that nothing new comes in, the engine last."""
+    def stop(self) -> None:
+        """End all processes: the gateway first, so that nothing new comes in and answers in flight end
+        (`server.drain_timeout_s`), the engine last."""
         self._stopping = True
         order = {"gateway": 0, "learner": 1, "trainer": 2, "engine": 3}
         for managed in sorted(self._processes, key=lambda m: order[m.name]):
             process = managed.process
             if process is not None and process.poll() is None:
                 process.terminate()
+                drain = self.config.server.drain_timeout_s if managed.name == "gateway" else 0.0
                 try:
-                    process.wait(timeout_s)
+                    process.wait(STOP_S + drain)
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
@@ -185,6 +195,17 @@ class Service:
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._stopping = True
+
+    def _turn_log(self, managed: Managed) -> None:
+        """Set a log aside that has grown large; its process goes on appending to the emptied file."""
+        file = self._run_dir / f"{managed.name}.log"
+        try:
+            if managed.log_file is not None and file.stat().st_size > LOG_BYTES:
+                shutil.copyfile(file, file.with_suffix(".log.1"))
+                managed.log_file.truncate(0)
+        except OSError:  # a full disk: emptying it is what helps
+            if managed.log_file is not None:
+                managed.log_file.truncate(0)
 
     def _start(self, managed: Managed) -> None:
         if managed.log_file is None:
@@ -240,33 +261,20 @@ def thread_env(threads: int) -> dict[str, str]:
     }
 
 
-def claim_port(host: str, port: int) -> int:
-    """A port that is free now. Raises ConfigError if the wanted one is not."""
+def claim_port(host: str, port: int, *, wait_s: float = 0.0) -> int:
+    """A port that is free now. Raises ConfigError if the wanted one does not become free in time."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}; set server.port") from None
-        return probe.getsockname()[1]
-
-
-def acquire(path: Path) -> IO[str]:
-    """Hold the store for this process. Raises StoreError naming the holder if another has it."""
-    handle = path.open("a+")
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        handle.seek(0)
-        holder = handle.read().strip() or "another process"
-        handle.close()
-        raise StoreError(f"the store {path.parent} is in use by {holder}") from None
-    handle.seek(0)
-    handle.truncate()
-    handle.write(f"{socket.gethostname()} pid {os.getpid()}")
-    handle.flush()
-    return handle
+    deadline = time.monotonic() + wait_s
+    while True:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+                return probe.getsockname()[1]
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
+                    raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}; set server.port") from None
+        time.sleep(0.1)
 
 
 def read_run_config(file: Path) -> tuple[Config, Path]:

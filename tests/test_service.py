@@ -21,7 +21,8 @@ from openai import OpenAI
 
 from reef.config import Config, load_config
 from reef.errors import ConfigError, StoreError
-from reef.service import Service, acquire
+from reef.service import Service
+from reef.store.lock import acquire
 
 ROOT = Path(__file__).parent.parent
 ASK: list[Any] = [{"role": "user", "content": "Tom has 12 apples and gives 5 to Ann."}]

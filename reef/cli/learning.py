@@ -163,7 +163,7 @@ def preview_job(settings: Config, scratch: Path, turns: int | None) -> Path:
 
 
 def _publish(settings: Config, turns: int | None) -> dict[str, Any]:
-    from reef.service import acquire
+    from reef.store.lock import acquire
 
     lock = acquire(settings.store.dir / "serve.lock")  # a running service trains by itself
     try:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from reef.config import Config, explain
 from reef.errors import ConfigError
+from reef.learner.erasing import Erasing
 from reef.learner.judging import Judging
 from reef.learner.loop import GatewayAdmin, Learner
 from reef.learner.observer import Observer
@@ -22,8 +23,13 @@ from reef.recipe import Recipe, RecipeTools, load
 from reef.service import read_run_config
 from reef.store.database import open_database
 from reef.store.learn import LearnStore
+from reef.store.lock import acquire_database
 from reef.store.log import LogReader
 from reef.store.migrations import LEARN, LOG
+from reef.store.retention import Pruning
+
+LOCK_WAIT_S = 20.0
+"""for the learner of a service that was killed a moment ago to end"""
 
 
 def make_recipe(config: Config, model_dir: Path) -> Recipe:
@@ -56,9 +62,11 @@ def step_settings(config: Config, recipe: Recipe) -> StepSettings:
 
 
 def make_learner(config: Config, recipe: Recipe, gateway: GatewayAdmin | None) -> Learner:
-    """A learner on the configured store. Raises StoreError."""
+    """A learner on the configured store, the only one. Raises StoreError naming the other."""
     log = LogReader(open_database(config.store.log_url, LOG))
-    learn = LearnStore(open_database(config.store.learn_url, LEARN))
+    engine = open_database(config.store.learn_url, LEARN, durability=config.store.durability)
+    lock = acquire_database(engine, "learner", config.store.dir, wait_s=LOCK_WAIT_S)
+    learn = LearnStore(engine)
     turns = Turns(log, learn)
     observer = Observer(
         log,
@@ -71,7 +79,10 @@ def make_learner(config: Config, recipe: Recipe, gateway: GatewayAdmin | None) -
     if config.train.enabled:
         folder = config.store.dir / "steps"
         steps = Steps(log, learn, turns, recipe, folder, step_settings(config, recipe))
-    return Learner(log, learn, observer, judging, steps, gateway)
+    erasing = Erasing(log, learn, engine, config.store.dir / "steps")
+    keep = config.store.keep_releases
+    pruning = Pruning(config.store.dir / "releases", engine, log, keep) if keep else None
+    return Learner(log, learn, observer, judging, steps, gateway, erasing=erasing, pruning=pruning, lock=lock)
 
 
 async def _run(config: Config, model_dir: Path) -> None:

@@ -68,6 +68,8 @@ class Judging:
             binding = await asyncio.to_thread(self._learn.binding, id)  # before the turn: see `_store`
             turn = await asyncio.to_thread(self._turns.build, id)
             if turn is None:
+                with self._learn.begin() as c:
+                    self._learn.set_fate(c, id, Fate.MISSING_LOGPROBS, "record", "its record is gone")
                 return
             started = time.monotonic()
             verdict = await self._recipe.judge(turn)

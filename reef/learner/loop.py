@@ -14,12 +14,16 @@ from dataclasses import dataclass
 
 import httpx
 
+from reef.learner.erasing import Erasing
 from reef.learner.judging import Judging
 from reef.learner.observer import Observer
 from reef.learner.steps import Steps
 from reef.store.learn import LearnStore
+from reef.store.lock import Held
 from reef.store.log import LogReader
+from reef.store.retention import Pruning
 
+PRUNE_EVERY_S = 600.0
 log = logging.getLogger("reef.learner")
 
 
@@ -40,6 +44,10 @@ class Learner:
         judging: Judging,
         steps: Steps | None,
         gateway: GatewayAdmin | None,
+        *,
+        erasing: Erasing | None = None,
+        pruning: Pruning | None = None,
+        lock: Held | None = None,
     ) -> None:
         self._log = log_reader
         self._learn = learn
@@ -47,7 +55,11 @@ class Learner:
         self._judging = judging
         self._steps = steps
         self._gateway = gateway
+        self._erasing = erasing
+        self._pruning = pruning
+        self._lock = lock
         self._publish_after = 0.0
+        self._prune_after = 0.0
 
     async def run(self, stop: asyncio.Event, *, tick_s: float = 0.2) -> None:
         """Work until `stop` is set. Trouble in one part is logged and tried again; the others go on."""
@@ -57,7 +69,8 @@ class Learner:
         async with httpx.AsyncClient(headers=headers, timeout=60) as http:
             while not stop.is_set():
                 busy = 0
-                for part in (self._observe, self._judge, self._train, lambda: self._publish(http)):
+                parts = (self._observe, self._erase, self._judge, self._train, lambda: self._publish(http))
+                for part in parts:
                     try:
                         busy += await part()
                     except Exception:
@@ -67,10 +80,19 @@ class Learner:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(stop.wait(), tick_s)
         await self._judging.close()
+        if self._lock is not None:
+            self._lock.close()
 
     async def _observe(self) -> int:
         rows = await asyncio.to_thread(self._observer.step)
         await asyncio.to_thread(self._observer.expire)
+        return rows
+
+    async def _erase(self) -> int:
+        rows = await asyncio.to_thread(self._erasing.step) if self._erasing else 0
+        if self._pruning is not None and time.monotonic() >= self._prune_after:
+            self._prune_after = time.monotonic() + PRUNE_EVERY_S
+            await asyncio.to_thread(self._pruning.apply)
         return rows
 
     async def _judge(self) -> int:

@@ -23,7 +23,7 @@ class Turns:
         """The turn whose reply is exchange `id`; None if its record is gone."""
         exchange = self._log.get(id)
         row = self._learn.turn(id)
-        if exchange is None or row is None:
+        if exchange is None or row is None or not exchange.request:  # gone, or erased since
             return None
         binding = self._learn.binding(id)
         return Turn(

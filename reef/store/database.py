@@ -85,7 +85,9 @@ def _tune_sqlite(engine: Engine, durability: Durability) -> None:
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
-        connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get('sqlite_begin', 'DEFERRED')}")
+        how = connection.get_execution_options().get("sqlite_begin", "DEFERRED")
+        if how is not None:
+            connection.exec_driver_sql(f"BEGIN {how}")
 
 
 def _check_syncing(engine: Engine) -> None:

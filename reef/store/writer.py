@@ -255,11 +255,12 @@ class LogWriter:
         log.warning("recording works again after %.0f s", row["ended"] - gap.started)
 
 
-def append(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Insert rows with the next numbers. The caller holds the write lock (`writing`)."""
+def append(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> int:
+    """Insert rows with the next numbers and return the last one. The caller holds the write lock."""
+    after = connection.execute(select(func.max(table.c.seq))).scalar() or 0
     if rows:
-        after = connection.execute(select(func.max(table.c.seq))).scalar() or 0
         connection.execute(insert(table), [{**row, "seq": after + n} for n, row in enumerate(rows, 1)])
+    return after + len(rows)
 
 
 def exchange_row(exchange: Exchange) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from reef.errors import ReefError
+from reef.errors import ReefError, StoreError
 
 
 def main() -> int:
@@ -53,7 +53,11 @@ def main() -> int:
         print(f"trainer: {error}", file=sys.stderr)
         return 2
     followed = args.follow_parent
-    work(trainer, args.steps, once=args.once, alive=lambda: not followed or os.getppid() == started_by)
+    try:
+        work(trainer, args.steps, once=args.once, alive=lambda: not followed or os.getppid() == started_by)
+    except StoreError as error:
+        print(f"trainer: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -8,6 +8,7 @@ storage. This module knows neither.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,10 +22,13 @@ from typing import Any, Protocol
 
 from reef.errors import ReefError, StoreError
 from reef.store.files import write_json
+from reef.store.lock import acquire
 from reef.train.sample import Sample
 
 ENDED = "ended"
 """folder within `steps` of the steps that have ended"""
+LOCK_WAIT_S = 20.0
+"""for the trainer of a service that was killed a moment ago to end"""
 PAUSES_S = (1.0, 5.0, 15.0, 60.0)
 """before a job is tried again that the disk had no room for"""
 
@@ -91,9 +95,13 @@ def work(
     """Do jobs as they come, until `alive` says no; with `once`, those that wait now.
 
     A job that can't be done gets a result with its error. While the disk refuses, the job waits and
-    `trainer.json` and the log say why.
+    `trainer.json` and the log say why. Raises StoreError if another trainer works on this folder.
     """
-    steps.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(acquire(steps / "trainer.lock", wait_s=LOCK_WAIT_S)):
+        _work(trainer, steps, once, poll_s, alive)
+
+
+def _work(trainer: Runner, steps: Path, once: bool, poll_s: float, alive: Callable[[], bool]) -> None:
     for leftover in trainer.releases.glob("*/.tmp-v*"):
         shutil.rmtree(leftover, ignore_errors=True)
     _tell(steps, "idle")
