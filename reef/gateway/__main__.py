@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -13,14 +14,19 @@ from reef.config import Config
 from reef.engine.base import EngineClient, Timeouts
 from reef.gateway.app import Services, build_app
 from reef.gateway.body import Limits
+from reef.gateway.forget import forget_session
 from reef.gateway.history import History
 from reef.gateway.proxy import Proxy
+from reef.gateway.upkeep import Upkeep, shared
 from reef.observe.views import Views
 from reef.releases.publish import Publisher
 from reef.service import read_run_config
 from reef.store.database import open_database
 from reef.store.log import LogReader, LogWriter
 from reef.store.migrations import LEARN, LOG
+from reef.store.redact import Redactor
+from reef.store.retention import Limits as Kept
+from reef.store.retention import Retention
 
 
 def gateway_app(config: Config) -> Starlette:
@@ -37,11 +43,25 @@ def gateway_app(config: Config) -> Starlette:
     )
     limits = Limits(body=int(server.max_body_mb * 2**20), headers=int(server.max_header_kb * 1024))
     engine = EngineClient(config.engine.url, key=config.engine.key, timeouts=times)
-    writer = LogWriter(log, capacity=config.store.queue)
+    redactor = Redactor(config.store.redact, config.store.redact_patterns)
+    writer = LogWriter(
+        log,
+        capacity=config.store.queue,
+        when_full=config.store.when_full,
+        redact=redactor.exchange if redactor else None,
+        redact_text=redactor.text if redactor else None,
+    )
     reader = LogReader(log)
     publisher = Publisher(engine, config.store.dir / "releases", writer.serving, reader.served())
     proxy = Proxy(config, engine, publisher, writer)
-    return build_app(Services(config, engine, publisher, writer, proxy, Views(log, learn), History(reader), limits))
+    kept = Kept(config.store.keep_days, int(config.store.keep_gb * 2**30) if config.store.keep_gb else None)
+    upkeep = Upkeep(publisher, reader, shared(log), Retention(log, learn, writer, kept) if kept else None)
+
+    async def forget(session: str) -> dict[str, Any]:
+        return await forget_session(session, log, learn, writer)
+
+    views, history = Views(log, learn), History(reader)
+    return build_app(Services(config, engine, publisher, writer, proxy, views, history, limits, upkeep, forget))
 
 
 def main() -> None:
@@ -55,7 +75,7 @@ def main() -> None:
         host=config.server.host,
         port=config.server.port,
         log_level="warning",
-        timeout_graceful_shutdown=10,
+        timeout_graceful_shutdown=max(1, int(config.server.drain_timeout_s)),
     )
 
 

@@ -32,6 +32,7 @@ from reef.gateway.errors import headers_of, status_of
 from reef.gateway.history import History
 from reef.gateway.openapi import document
 from reef.gateway.proxy import Call, Proxy
+from reef.gateway.upkeep import Upkeep
 from reef.observe.views import Views
 from reef.releases.publish import Publisher
 from reef.store.log import LogWriter
@@ -58,6 +59,9 @@ class Services:
     views: Views
     history: History
     limits: Limits
+    upkeep: Upkeep | None = None
+    forget: Callable[[str], Awaitable[dict[str, Any]]] | None = None
+    """forgets a session, by its id"""
 
 
 def build_app(services: Services) -> Starlette:
@@ -66,7 +70,11 @@ def build_app(services: Services) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        upkeep = asyncio.create_task(services.upkeep.run()) if services.upkeep else None
         yield
+        if upkeep is not None:
+            upkeep.cancel()
+            await asyncio.gather(upkeep, return_exceptions=True)
         await services.engine.close()
         services.writer.close()
 
@@ -85,6 +93,7 @@ def build_app(services: Services) -> Starlette:
             get("/reef/funnel", routes.funnel),
             get("/reef/sessions", routes.sessions),
             get("/reef/sessions/{id}", routes.session),
+            Route("/reef/sessions/{id}", guarded(routes.forget), methods=["DELETE"]),
             get("/reef/turns/{receipt}", routes.turn),
             get("/reef/releases", routes.releases),
             Route("/reef/releases/{version}/serve", guarded(routes.serve_release), methods=["POST"]),
@@ -300,6 +309,7 @@ class Routes:
         view = self._s.views.status()
         view["engine"] = {"url": self._s.engine.url, "ok": health.ok, "detail": health.detail}
         view["served"] = self._s.publisher.served
+        view["recording"] = {"ok": self._s.writer.trouble is None, "reason": self._s.writer.trouble}
         return JSONResponse(view)
 
     async def funnel(self, request: Request) -> Response:
@@ -313,6 +323,11 @@ class Routes:
     async def session(self, request: Request) -> Response:
         require_admin(self._caller(request))
         return JSONResponse(self._s.views.session(_id(request, "id")))
+
+    async def forget(self, request: Request) -> Response:
+        require_admin(self._caller(request))
+        assert self._s.forget is not None
+        return JSONResponse(await self._s.forget(request.path_params["id"]))
 
     async def turn(self, request: Request) -> Response:
         require_admin(self._caller(request))

@@ -20,7 +20,7 @@ from ulid import ULID
 
 from reef.config import Config
 from reef.engine.base import EngineClient
-from reef.errors import ReefError, UpstreamError
+from reef.errors import ReefError, StoreError, UpstreamError
 from reef.gateway.delivery import EventStream
 from reef.gateway.errors import status_of
 from reef.releases.publish import Lease, Publisher
@@ -77,7 +77,9 @@ class Proxy:
         return {"x-reef-agent-record-id": call.id, "x-reef-version": str(call.version)}
 
     async def whole(self, call: Call) -> dict[str, Any]:
-        """The body of a non-streamed answer, recorded. Raises ReefError once the failure is recorded."""
+        """The body of a non-streamed answer, recorded. Raises ReefError once the failure is recorded, and
+        StoreError where nothing can be recorded."""
+        self._writer.admit()
         try:
             async with asyncio.timeout(self._engine.timeouts.total):
                 shown = await self._attempts(call, self._whole_once)
@@ -98,8 +100,9 @@ class Proxy:
         """Send a streamed answer to `out`, recorded as it ends.
 
         Raises ReefError, once it is recorded, for what failed before `out` was started; later failures
-        are events of the stream.
+        are events of the stream. Raises StoreError where nothing can be recorded.
         """
+        self._writer.admit()
         try:
             async with out.kept_alive(lambda: call.translator.keep_alive(), self._config.server.keepalive_s):
                 await self._attempts(call, lambda call, lease: self._stream_once(call, lease, out), out)
@@ -109,6 +112,10 @@ class Proxy:
             delivered = Delivered.PARTIAL if out.started else Delivered.NONE
             await self._record(call, 499, delivered, error=None)
             raise
+        except StoreError as error:  # the answer must not look complete: it is in no record
+            if not out.started:
+                raise
+            await out.write(call.translator.failed(error))
         except ReefError as error:
             delivered = Delivered.PARTIAL if out.started else Delivered.FULL
             error = await self._failed(call, error, delivered)

@@ -94,6 +94,15 @@ class Publisher:
         log.info("%s is served at version %d (by %s)", scenario, version, by)
         await self._unload_idle(scenario)
 
+    async def follow(self, read: Callable[[], Awaitable[dict[str, int]]]) -> None:
+        """Serve what the log says is served, since another gateway may have switched. A version is
+        loaded by the first request that needs it."""
+        async with self._lock:  # a switch of our own is either in what is read or comes after it
+            for scenario, version in (await read()).items():
+                if self.version(scenario) != version:
+                    log.info("%s is served at version %d (switched elsewhere)", scenario, version)
+                    self._served[scenario] = version
+
     def forget_loaded(self) -> None:
         """The engine has restarted: nothing is loaded there any more."""
         self._loaded.clear()
