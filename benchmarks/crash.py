@@ -132,6 +132,12 @@ class Stack:
                     process.kill()
                     process.wait()
 
+    def ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/readyz", timeout=2).status_code == 200
+        except httpx.HTTPError:
+            return False
+
     def status(self) -> dict[str, Any] | None:
         try:
             return httpx.get(f"{self.url}/reef/status", timeout=10).raise_for_status().json()
@@ -237,11 +243,8 @@ def wait_ready(stack: Stack, timeout_s: float = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         stack.keep_up()
-        try:
-            if httpx.get(f"{stack.url}/readyz", timeout=2).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
+        if stack.ready():
+            return
         time.sleep(0.1)
     raise TimeoutError(f"the service did not come up; see {stack.dir}")
 
@@ -268,8 +271,8 @@ def kill_for(stack: Stack, kills: int, mean_s: float, seed: int) -> Counter[str]
     with file.open("a") as notes:
         while len(done) < kills:
             if dice.random() < 0.75:  # mostly hit a stack that works, sometimes one that is getting up
-                whole = time.monotonic() + 15
-                while time.monotonic() < whole and not set(stack.victims()) >= WHOLE:
+                whole = time.monotonic() + 20
+                while time.monotonic() < whole and not (set(stack.victims()) >= WHOLE and stack.ready()):
                     stack.keep_up()
                     time.sleep(0.1)
             until = time.monotonic() + dice.expovariate(1 / mean_s)
