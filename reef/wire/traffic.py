@@ -70,4 +70,9 @@ def traffic_line(exchange: Exchange) -> str:
     }
     if exchange.sampled:
         data["sampled"] = exchange.sampled.to_json()
-    return json.dumps(data, ensure_ascii=False)
+    line = json.dumps(data, ensure_ascii=False)
+    try:
+        line.encode()
+    except UnicodeEncodeError:  # half a surrogate pair can only be written escaped
+        return json.dumps(data)
+    return line
