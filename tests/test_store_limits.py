@@ -76,8 +76,9 @@ def test_a_full_database_refuses_and_records_the_gap_once_there_is_room(tmp_path
 
     async def until_full() -> None:
         nonlocal kept
-        for kept in range(100):
+        while kept < 100:
             await writer.exchange(record("x" * 20_000))
+            kept += 1
 
     with pytest.raises(StoreError, match="full"):
         asyncio.run(until_full())
