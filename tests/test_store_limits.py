@@ -276,7 +276,7 @@ def test_fifty_clients_and_a_dashboard_on_sqlite_lose_nothing(tmp_path: Path) ->
 
         async def client(n: int, http: httpx.AsyncClient) -> list[str]:
             out = []
-            for k in range(6):
+            for k in range(4):
                 body = {"model": "m", "messages": [{"role": "user", "content": f"{n} {k}"}]}
                 answer = await http.post(f"{s.url}/v1/chat/completions", json=body)
                 answer.raise_for_status()
@@ -306,7 +306,7 @@ def test_fifty_clients_and_a_dashboard_on_sqlite_lose_nothing(tmp_path: Path) ->
             recorded = set(c.execute(select(exchanges.c.id)).scalars())
             assert c.execute(text("pragma integrity_check")).scalar() == "ok"
         assert set(answered) == recorded
-        assert len(answered) == 300
+        assert len(answered) == 200
         assert looks > 1
 
 

@@ -5,6 +5,8 @@ Reads the store directly, so it works with or without a running service.
 
 from __future__ import annotations
 
+import json as json_module
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,13 +35,22 @@ def register(app: typer.Typer) -> None:
 
 def views(store: Path) -> Views:
     """The store's views. Raises StoreError if there is no store."""
-    urls = StoreConfig(dir=store)
+    urls = located(store)
     return Views(open_database(urls.log_url, LOG, create=False), open_database(urls.learn_url, LEARN, create=False))
 
 
 def log_of(store: Path) -> LogReader:
     """The store's log. Raises StoreError if there is none."""
-    return LogReader(open_database(StoreConfig(dir=store).log_url, LOG, create=False))
+    return LogReader(open_database(located(store).log_url, LOG, create=False))
+
+
+def located(store: Path) -> StoreConfig:
+    """Where the databases of a store.dir are, as its last `reef serve` was configured."""
+    try:
+        said = json_module.loads((store / "run" / "config.json").read_text())["store"]
+    except (OSError, ValueError, KeyError):
+        return StoreConfig(dir=store)
+    return StoreConfig(dir=store, log=said.get("log"), learn=said.get("learn"))
 
 
 def status(store: Store = DEFAULT_STORE, json: Json = False) -> None:
@@ -161,15 +172,12 @@ def match(
 
 
 def export(store: Store = DEFAULT_STORE) -> None:
-    """Write every exchange as a line of the traffic format to stdout."""
+    """Write every exchange, but erased ones, as a line of the traffic format to stdout."""
     from reef.wire.traffic import traffic_line
 
-    reader = log_of(store)
-    at = 0
-    while rows := reader.tail(at):
-        for exchange in rows:
-            print(traffic_line(exchange))
-        at = rows[-1].seq
+    for exchange in log_of(store).everything():
+        sys.stdout.buffer.write(traffic_line(exchange).encode() + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def import_(
@@ -181,8 +189,8 @@ def import_(
     from reef.store.log import LogWriter
     from reef.wire.traffic import read_traffic
 
-    engine = open_database(StoreConfig(dir=store).log_url, LOG)
-    open_database(StoreConfig(dir=store).learn_url, LEARN)
+    engine = open_database(located(store).log_url, LOG)
+    open_database(located(store).learn_url, LEARN)
     reader = LogReader(engine)
     writer = LogWriter(engine)
 

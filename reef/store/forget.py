@@ -7,6 +7,7 @@ times, so that counts still add up and no turn can be trained again. Knows why o
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -107,10 +108,15 @@ def scrub(engine: Engine) -> bool:
     a reader was in the way; try again then."""
     if engine.dialect.name == "sqlite":
         with engine.connect().execution_options(sqlite_begin=None) as c:  # outside any transaction
-            c.exec_driver_sql(f"PRAGMA busy_timeout={SCRUB_WAIT_MS}")
-            c.exec_driver_sql("PRAGMA incremental_vacuum").all()
-            busy = c.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()[0]
-            c.invalidate()  # its busy_timeout is not for others
+            plain: Any = c.connection.dbapi_connection
+            plain.execute(f"PRAGMA busy_timeout={SCRUB_WAIT_MS}")
+            try:
+                plain.execute("PRAGMA incremental_vacuum").fetchall()
+                busy = plain.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+            except sqlite3.OperationalError:  # somebody writes
+                busy = True
+            finally:
+                c.invalidate()  # its busy_timeout is not for others
         return not busy
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as c:
         for name in ("exchanges", "reports", "bindings", "verdicts", "turn_reports", "turns", "fates"):
