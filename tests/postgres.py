@@ -79,7 +79,7 @@ class Server:
         command += [part for name, value in options.items() for part in ("-c", f"{name}={value}")]
         with (self._folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd="/", start_new_session=True)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while time.monotonic() < deadline:
             try:
                 self._sql("SELECT 1")

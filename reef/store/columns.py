@@ -21,6 +21,7 @@ SEQ = BigInteger().with_variant(Integer, "sqlite")
 MARK = "\x1a"
 """first character of text that is stored as JSON"""
 LONGEST_KEY = 256
+_ENCODE = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 class Words(TypeDecorator[str]):
@@ -61,6 +62,8 @@ class Json(TypeDecorator[Any]):
 def _plain(text: str) -> bool:
     if "\x00" in text:
         return False
+    if text.isascii():
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -71,9 +74,9 @@ def _plain(text: str) -> bool:
 def to_json(value: Any) -> str:
     """ASCII JSON by the standard; a number that is not finite becomes its name."""
     try:
-        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+        return _ENCODE(value)
     except ValueError:
-        return json.dumps(_named(value), allow_nan=False, separators=(",", ":"))
+        return _ENCODE(_named(value))
 
 
 def _named(value: Any) -> Any:

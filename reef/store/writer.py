@@ -9,12 +9,12 @@ fates or training.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,7 +42,7 @@ class _Row:
 
     table: Table
     make: Callable[[], Mapping[str, Any]]
-    done: Future[Any] = field(default_factory=Future)
+    caller: asyncio.Future[Any]
 
 
 @dataclass(slots=True)
@@ -50,7 +50,11 @@ class _Change:
     """Anything else that writes, in its place among the rows."""
 
     run: Change
-    done: Future[Any] = field(default_factory=Future)
+    caller: asyncio.Future[Any]
+
+
+Outcome = tuple[asyncio.Future[Any], Any]
+"""who waits, and the result or the exception"""
 
 
 @dataclass(slots=True)
@@ -104,7 +108,7 @@ class LogWriter:
             return exchange_row(self._redact(exchange) if self._redact else exchange)
 
         try:
-            await self._put(_Row(exchanges, row))
+            await self._put(_Row(exchanges, row, _waiting()))
         except StoreError:
             gap = self._gap
             if gap is None:
@@ -132,12 +136,12 @@ class LogWriter:
     async def serving(self, scenario: str, version: int, by: str) -> None:
         """Append a change of the served version."""
         row = {"scenario": scenario, "version": version, "time": time.time(), "by": by}
-        await self._put(_Row(serving, lambda: row))
+        await self._put(_Row(serving, lambda: row, _waiting()))
 
     async def change(self, run: Change) -> Any:
         """Run `run` in a transaction of the writer and return its result once committed. It may run
         twice if the database goes away meanwhile. Raises StoreError."""
-        return await self._put(_Change(run))
+        return await self._put(_Change(run, _waiting()))
 
     def close(self) -> None:
         """Commit what waits, then stop."""
@@ -145,12 +149,11 @@ class LogWriter:
         self._thread.join()
 
     async def _put(self, item: _Row | _Change) -> Any:
-        item.done.set_running_or_notify_cancel()  # a caller that leaves must not cancel it under the writer
         try:
             self._queue.put_nowait(item)
         except queue.Full:  # back-pressure: the caller waits, the event loop does not
             await asyncio.to_thread(self._queue.put, item)
-        return await asyncio.wrap_future(item.done)
+        return await item.caller
 
     # the writer's thread
 
@@ -178,9 +181,7 @@ class LogWriter:
                 self._commit(batch)
             except Exception as error:  # whatever it is, callers must hear of it and the thread must live
                 log.exception("the record log failed")
-                for item in batch:
-                    if not item.done.done():
-                        item.done.set_exception(StoreError(f"the record could not be written: {error!r}"))
+                _tell([(item.caller, StoreError(f"the record could not be written: {error!r}")) for item in batch])
             if stop:
                 return
 
@@ -200,8 +201,7 @@ class LogWriter:
                 return
             if self._gap is not None:
                 self._probe()
-            for item, result in zip(batch, results, strict=True):
-                item.done.set_result(result)
+            _tell([(item.caller, result) for item, result in zip(batch, results, strict=True)])
             return
 
     def _failed(self, batch: Sequence[_Row | _Change], error: Exception, kind: Trouble) -> None:
@@ -212,8 +212,7 @@ class LogWriter:
             for item in batch:
                 self._commit([item])
             return
-        for item in batch:
-            item.done.set_exception(StoreError(f"the record could not be written: {error}"))
+        _tell([(item.caller, StoreError(f"the record could not be written: {error}")) for item in batch])
 
     def _write(self, batch: Sequence[_Row | _Change], *, again: bool) -> list[Any]:
         """One transaction. With `again` the last attempt may have committed unseen: ids that are there
@@ -253,6 +252,28 @@ class LogWriter:
             return
         self._gap = None
         log.warning("recording works again after %.0f s", row["ended"] - gap.started)
+
+
+def _waiting() -> asyncio.Future[Any]:
+    return asyncio.get_running_loop().create_future()
+
+
+def _tell(outcomes: Sequence[Outcome]) -> None:
+    """Hand results to their callers, waking each event loop once."""
+    for loop in {caller.get_loop() for caller, _ in outcomes}:
+        mine = [(caller, result) for caller, result in outcomes if caller.get_loop() is loop]
+        with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits any more
+            loop.call_soon_threadsafe(_settle, mine)
+
+
+def _settle(outcomes: Sequence[Outcome]) -> None:
+    for caller, result in outcomes:
+        if caller.done():
+            continue  # it left, or knows already
+        if isinstance(result, BaseException):
+            caller.set_exception(result)
+        else:
+            caller.set_result(result)
 
 
 def append(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> int:
