@@ -75,7 +75,8 @@ def _tune_sqlite(engine: Engine, durability: Durability) -> None:
         connection.isolation_level = None  # transactions begin where Reef says so, in the `begin` event
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout={BUSY_MS}")
-        cursor.execute("PRAGMA auto_vacuum=INCREMENTAL")  # takes effect in a new file only
+        if cursor.execute("PRAGMA page_count").fetchone()[0] == 0:  # in a file with pages it would want the write lock
+            cursor.execute("PRAGMA auto_vacuum=INCREMENTAL")
         cursor.execute("PRAGMA journal_mode=WAL")
         cursor.execute(f"PRAGMA synchronous={synchronous}")
         cursor.execute("PRAGMA fullfsync=1")  # macOS: a plain fsync there leaves data in the drive's cache
