@@ -168,6 +168,9 @@ class TrainConfig(Section):
     epochs: int = Field(default=2, ge=1, description="passes over a batch with old policy and teacher fixed")
     rank: int = Field(default=16, ge=1, description="LoRA rank")
     alpha: int = Field(default=32, ge=1, description="LoRA alpha")
+    layers: float = Field(
+        default=1.0, gt=0, le=1, description="share of the layers that get an adapter, the last ones; fewer is faster"
+    )
     seed: int = Field(default=0, description="seed of the adapter's initial values")
     threads: int = Field(default=1, ge=1, description="torch threads of the trainer")
     max_attempts: int = Field(default=3, ge=1, description="times a failing step is tried before its turns are let go")
@@ -176,6 +179,21 @@ class TrainConfig(Section):
 class GateConfig(Section):
     enabled: bool = Field(default=True, description="false: serve every candidate (for experiments)")
     max_kl: float = Field(default=0.1, gt=0, description="KL to the base on replayed prompts, nat/token")
+    max_length_ratio: float = Field(
+        default=2.0, ge=1, description="mean length of replies to generic prompts against the current version's"
+    )
+    max_repeated: float = Field(
+        default=0.2, ge=0, le=1, description="share of repeated 4-grams in them, beyond the base's own"
+    )
+    max_unfinished: float = Field(
+        default=0.05, ge=0, le=1, description="share of them without an end, beyond the base's own"
+    )
+    max_held_out_drop: float = Field(
+        default=0.1, ge=0, description="nat/token that accepted, never rehearsed replies may become less likely"
+    )
+    canary_s: float = Field(
+        default=300.0, ge=0, description="how often the served version is looked at again; 0: it is not"
+    )
 
 
 class ObserveConfig(Section):

@@ -106,6 +106,16 @@ class Refusal:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """Samples made of accepted turns that a step takes beside its own."""
+
+    trained: tuple[Sample, ...] = ()
+    """trained once more; they count as no turn of the step"""
+    held_out: tuple[Sample, ...] = ()
+    """never trained so: the gate asks whether the candidate still finds them likely"""
+
+
 class Tokenizer(Protocol):
     """Renders messages with the policy's own chat template."""
 
@@ -151,6 +161,10 @@ class Recipe(Protocol):
 
     def form(self, samples: Sequence[Sample], carried: Mapping[str, Any]) -> tuple[list[Sample], dict[str, Any]]:
         """Finish a batch in arrival order (advantages); `carried` is what the last step returned."""
+        ...
+
+    def rehearse(self, past: Sequence[JudgedTurn], version: int) -> Rehearsal:
+        """What step `version` repeats from the scenario's accepted turns, and what it is examined on."""
         ...
 
     def active(self, sample: Sample) -> bool:

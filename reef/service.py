@@ -19,17 +19,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 import httpx
 
-from reef.config import Config
+from reef.config import Config, GateConfig
 from reef.errors import ConfigError, ModelError, ReefError
 from reef.store.files import write_json
 from reef.store.lock import acquire
+from reef.train.checks import GateLimits
 
 log = logging.getLogger("reef.service")
 RESTART_PAUSES_S = (0.5, 1.0, 2.0, 5.0, 15.0)
@@ -228,7 +229,8 @@ def module(name: str) -> list[str]:
 
 def trainer_command(config: Config, model_dir: Path, recipe_file: Path) -> list[str]:
     """The trainer process for this configuration; `recipe_file` holds the recipe's settings as JSON."""
-    gate = ["--max-kl", str(config.gate.max_kl)] if config.gate.enabled else ["--no-gate"]
+    limits = asdict(gate_limits(config.gate))
+    gate = ["--limits", json.dumps(limits)] if config.gate.enabled else ["--no-gate"]
     return [
         *module("reef.train"),
         *("--model", str(model_dir)),
@@ -239,9 +241,17 @@ def trainer_command(config: Config, model_dir: Path, recipe_file: Path) -> list[
         *("--threads", str(config.train.threads)),
         *("--rank", str(config.train.rank)),
         *("--alpha", str(config.train.alpha)),
+        *("--layers", str(config.train.layers)),
         "--follow-parent",
         *gate,
     ]
+
+
+def gate_limits(gate: GateConfig) -> GateLimits:
+    """The `gate` section as limits."""
+    return GateLimits(
+        gate.max_kl, gate.max_length_ratio, gate.max_repeated, gate.max_unfinished, gate.max_held_out_drop
+    )
 
 
 def die_with_parent() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from reef.recipe import JudgedTurn, Loss, RecipeTools, Refusal, Scorer, Turn, Verdict
+from reef.recipe import JudgedTurn, Loss, RecipeTools, Refusal, Rehearsal, Scorer, Turn, Verdict
 from reef.train.sample import Batch, Sample
 
 
@@ -47,6 +47,9 @@ class ReportsOnly:
     def form(self, samples: Sequence[Sample], carried: Mapping[str, Any]) -> tuple[list[Sample], dict[str, Any]]:
         formed = [replace(s, advantage=float(s.reward)) for s in samples]
         return formed, {"steps": carried.get("steps", 0) + 1}
+
+    def rehearse(self, past: Sequence[JudgedTurn], version: int) -> Rehearsal:
+        return Rehearsal()
 
     def active(self, sample: Sample) -> bool:
         return any(sample.mask) and bool(sample.advantage)

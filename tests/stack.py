@@ -36,6 +36,8 @@ class Stack:
     log: LogReader
     learn: LearnStore
     views: Views
+    script_url: str
+    """the scripted engine's own address"""
     settings: dict[str, Any] = field(default_factory=dict)
 
     def client(self, **headers: str) -> OpenAI:
@@ -78,4 +80,4 @@ def stack(tmp: Path, *, engine: Callable[[Script], ASGIApp] = scripted_app, **se
         with serving(gateway_app(config)) as url:
             log = open_database(config.store.log_url, LOG)
             learn = open_database(config.store.learn_url, LEARN)
-            yield Stack(url, config.store.dir, script, LogReader(log), LearnStore(learn), Views(log, learn))
+            yield Stack(url, config.store.dir, script, LogReader(log), LearnStore(learn), Views(log, learn), engine_url)

@@ -14,6 +14,7 @@ from reef.errors import JudgeError
 from reef.learner.steps import Steps, StepSettings
 from reef.learner.turns import Turns
 from reef.recipe import Turn, Verdict
+from reef.releases.chain import HASHED, content_hash
 from reef.sessions.fate import Fate
 from tests.reports_recipe import Config, ReportsOnly
 from tests.stack import Stack, stack
@@ -109,6 +110,13 @@ def test_seventeen_turns_make_four_batches_of_four_and_one_waits(running: Stack)
     assert add_up(running)
 
 
+def adapter_files(folder: Path) -> str:
+    """Write what stands for an adapter; returns its content hash."""
+    for name in HASHED:
+        (folder / name).write_text("{}")
+    return content_hash(folder)
+
+
 def finish(s: Stack, steps: Steps, step: str, status: str = "candidate") -> None:
     """Write the release a trainer would have written, and take it in as served."""
     job = json.loads((s.dir / "steps" / step / "job.json").read_text())
@@ -120,7 +128,7 @@ def finish(s: Stack, steps: Steps, step: str, status: str = "candidate") -> None
         "version": job["version"],
         "parent": job["parent"],
         "turns": job["turns"],
-        "content_hash": "0" * 64,
+        "content_hash": adapter_files(folder),
         "metrics": {},
         "gate": {"passed": status == "candidate", "checks": checks},
         "status": status,
@@ -268,7 +276,8 @@ def test_stale_turns_are_refused_with_the_reason(running: Stack) -> None:
     recipe = judged_turns(running, 4)
     folder = running.dir / "releases" / "default" / "v000003"
     folder.mkdir(parents=True)
-    manifest = {"scenario": "default", "version": 3, "parent": 2, "turns": [], "content_hash": "", "metrics": {}}
+    hash = adapter_files(folder)
+    manifest = {"scenario": "default", "version": 3, "parent": 2, "turns": [], "content_hash": hash, "metrics": {}}
     (folder / "release.json").write_text(json.dumps({**manifest, "gate": {}, "status": "candidate"}))
     assert httpx.post(f"{running.url}/reef/releases/3/serve").status_code == 200
     assert steps_for(running, recipe, staleness=2).form() == []

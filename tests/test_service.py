@@ -31,7 +31,9 @@ ASK: list[Any] = [{"role": "user", "content": "Tom has 12 apples and gives 5 to 
 def config(tmp: Path, **settings: str) -> Config:
     pairs = [("store.dir", str(tmp / "data")), ("server.port", "0")]
     pairs += [("recipe.name", "tests.reports_recipe:ReportsOnly"), ("train.lr", "0.01")]
-    pairs += [("gate.max_kl", "5")]  # a random tiny model moves far at once
+    # a random tiny model moves far at once and says nothing that ends
+    pairs += [("gate.max_kl", "5"), ("gate.max_repeated", "1"), ("gate.max_unfinished", "1")]
+    pairs += [("gate.max_length_ratio", "50")]
     return load_config(None, [*pairs, *((k.replace("__", "."), v) for k, v in settings.items())], {})
 
 

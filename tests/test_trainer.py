@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from reef.model import ModelTokenizer
 from reef.recipe import Loss, Scorer
 from reef.releases.chain import adapter_name, content_hash, list_releases, read_release, version_folder
 from reef.store.files import write_json
-from reef.train import gate
+from reef.train import checks, gate
 from reef.train.jobs import Job, pending, work
 from reef.train.lora import WEIGHTS, Policy, Reference
 from reef.train.sample import Batch, Context, Sample
@@ -41,7 +41,7 @@ from reef.train.trainer import OPTIMIZER, Trainer
 
 ASK = [{"role": "user", "content": "Tom has 12 apples and gives 5 to Ann. Please show the steps."}]
 SHOWN = Demonstration("The train travels 60 miles in 2 hours.", "Its speed is 60 / 2 = 30 miles per hour.")
-WIDE = gate.GateLimits(kl_to_base=50.0)
+WIDE = checks.GateLimits(kl_to_base=50.0, length_ratio=50.0, repeated_4grams=1.0, missing_eos=1.0, held_out_drop=50.0)
 
 
 class Plain:
@@ -307,6 +307,7 @@ def test_a_step_writes_a_release_that_moved_the_policy(
     assert release.metrics["update_norm"] > 0 and release.metrics["n_eff"] == 4
     assert {c["name"] for c in release.gate["checks"]} == {
         "non_finite_losses", "non_finite_tensors", "changed_tensors", "kl_to_base",
+        "length_ratio", "repeated_4grams", "missing_eos",
     }  # fmt: skip
     assert not list(tmp_path.glob("*/.tmp*"))
     assert adapter_name("default", 12) == "default@12"
@@ -402,7 +403,8 @@ def test_the_process_trains_once_and_stops_on_sigterm(
     config = tmp_path / "recipe.json"
     config.write_text('{"w_opd": 0.5}')
     command = [sys.executable, "-m", "reef.train", "--model", str(tiny_model_dir), "--steps", str(tmp_path / "steps")]
-    command += ["--releases", str(tmp_path / "releases"), "--recipe", "tests.test_trainer:Plain", "--max-kl", "50"]
+    command += ["--releases", str(tmp_path / "releases"), "--recipe", "tests.test_trainer:Plain"]
+    command += ["--limits", json.dumps(asdict(WIDE))]
     command += ["--recipe-config", str(config)]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
@@ -444,7 +446,7 @@ def test_the_gate_refuses_a_hundredfold_learning_rate(
     """The rewards flipped and the step a hundred times too large; the sane step passes the same limit."""
     samples = four(tokenizer, policy)
     flipped = tuple(replace(s, reward=-s.reward, advantage=-(s.advantage or 0)) for s in samples)
-    trainer = a_trainer(policy, tokenizer, tmp_path, limits=gate.GateLimits(kl_to_base=0.1))
+    trainer = a_trainer(policy, tokenizer, tmp_path, limits=checks.GateLimits(kl_to_base=0.1))
     good = trainer.run(a_job(samples, lr=6e-4))
     wild = trainer.run(a_job(flipped, 2, lr=6e-2))
     assert good["status"] == "candidate", good["gate"]
@@ -463,15 +465,15 @@ def test_the_gate_refuses_a_step_that_changed_nothing(
 
 
 def test_reply_checks() -> None:
-    assert gate.repeated_ngrams([1, 2, 3, 4, 5]) == 0 and gate.repeated_ngrams([1, 2]) == 0
-    assert gate.repeated_ngrams([1] * 8) == pytest.approx(0.8)
-    assert gate.length_ratio([10, 10], [5, 5]) == gate.length_ratio([5], [10]) == 2
-    assert gate.missing_eos([[1, 2], [1, 3]], [2]) == 0.5
+    assert checks.repeated_ngrams([1, 2, 3, 4, 5]) == 0 and checks.repeated_ngrams([1, 2]) == 0
+    assert checks.repeated_ngrams([1] * 8) == pytest.approx(0.8)
+    assert checks.length_ratio([10, 10], [5, 5]) == checks.length_ratio([5], [10]) == 2
+    assert checks.missing_eos([[1, 2], [1, 3]], [2]) == 0.5
     good, loops = [[1, 2, 3, 4, 5, 0]], [[7] * 30]
-    assert all(c.passed for c in gate.reply_checks(good, good, [0], gate.GateLimits()))
-    failed = {c.name for c in gate.reply_checks(loops, good, [0], gate.GateLimits()) if not c.passed}
+    assert all(c.passed for c in checks.reply_checks(good, good, [0], checks.GateLimits()))
+    failed = {c.name for c in checks.reply_checks(loops, good, [0], checks.GateLimits()) if not c.passed}
     assert failed == {"length_ratio", "repeated_4grams", "missing_eos"}
-    assert not gate.at_most("x", math.nan, 1).passed and gate.at_most("x", math.inf, 1).value is None
+    assert not checks.at_most("x", math.nan, 1).passed and checks.at_most("x", math.inf, 1).value is None
 
 
 def test_a_broken_release_hides_no_other(policy: Policy, tokenizer: ModelTokenizer, tmp_path: Path) -> None:

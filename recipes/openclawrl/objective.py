@@ -33,6 +33,8 @@ class Objective:
     """routed: accepted replies are distilled only from an accepted demonstration"""
     w_rl: float = 1.0
     w_opd: float = 1.0
+    w_rehearse: float = 0.5
+    """weight of the likelihood of rehearsed replies"""
     beta_kl: float = 0.01
     """weight of the k3 estimate of the distance to the base on the reply itself"""
     beta_replay: float = 0.1
@@ -51,7 +53,13 @@ class Objective:
 
 REEF = Objective()
 OPENCLAW = Objective(
-    distil="openclaw_topk", support_k=4, advantage="raw", routing="always", beta_kl=0.0, beta_replay=0.0
+    distil="openclaw_topk",
+    support_k=4,
+    advantage="raw",
+    routing="always",
+    w_rehearse=0.0,
+    beta_kl=0.0,
+    beta_replay=0.0,
 )
 """the published recipe (OpenClaw-RL v2), for comparison"""
 PRESETS = {"reef": REEF, "openclaw": OPENCLAW}
@@ -227,6 +235,7 @@ def sample_loss(
     *,
     rl_weight: float = 1.0,
     distilled: bool = True,
+    rehearsed: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
     """The mean over a reply's trained tokens of RL, distillation and anchor terms, and each of them.
 
@@ -245,11 +254,13 @@ def sample_loss(
         terms["rl"] = objective.w_rl * rl_weight * rl
         terms["clip_fraction"] = clipped(taken, fixed.old, advantage, *limits).float()
         terms["kappa"] = (fixed.old - mu).exp().clamp(max=objective.kappa_max)
+    if rehearsed and objective.w_rehearse:
+        terms["rehearsal"] = -objective.w_rehearse * taken
     if distilled and fixed.teacher is not None:
         kept = opd_mask(mask, objective.drop_first)
         terms["opd"] = objective.w_opd * kept * distance(logp, fixed, objective)
     if fixed.base is not None and objective.beta_kl:
         terms["k3"] = objective.beta_kl * k3(taken, fixed.base)
     means = {name: (mask * term).sum() / count for name, term in terms.items()}
-    total = sum((means[name] for name in ("rl", "opd", "k3") if name in means), logits.sum() * 0.0)
+    total = sum((means[name] for name in ("rl", "opd", "rehearsal", "k3") if name in means), logits.sum() * 0.0)
     return total, {name: float(mean.detach()) for name, mean in means.items()}

@@ -8,10 +8,11 @@ reason. Knows no model and no loss.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from zlib import crc32
 
 from recipes.openclawrl.sessions import demonstrations
 from recipes.openclawrl.teacher import candidate_contexts, check_render
-from reef.recipe import JudgedTurn, Refusal, Tokenizer, Turn, Verdict
+from reef.recipe import JudgedTurn, Refusal, Rehearsal, Tokenizer, Turn, Verdict
 from reef.train.sample import Sample
 from reef.wire.exchange import Sampled
 
@@ -19,6 +20,10 @@ TOOL_WEIGHT = 0.25
 """of the RL term where a tool's result was the reaction; such turns are not distilled"""
 
 TEACHER_ROOM = 2
+
+HELD_OUT_EVERY = 4
+HELD_OUT = 2
+"""accepted replies a candidate is examined on, the newest of those never rehearsed"""
 
 
 def make_sample(
@@ -74,6 +79,73 @@ def make_sample(
         reward=verdict.verdict,
         weight=TOOL_WEIGHT if tool_turn else 1.0,
         contexts=contexts,
+    )
+
+
+def rehearsal(
+    past: Sequence[JudgedTurn],
+    version: int,
+    tokenizer: Tokenizer,
+    *,
+    count: int,
+    max_tokens: int,
+    max_contexts: int,
+) -> Rehearsal:
+    """`count` of the accepted replies, another lot for each version, and those kept for the gate.
+
+    One in `HELD_OUT_EVERY` is never rehearsed, by its receipt, so that it stays so for good.
+    """
+    accepted = {j.turn.reply.content.strip(): j for j in past if j.verdict.verdict > 0}
+    made = [
+        (judged.turn.id, sample)
+        for judged in accepted.values()
+        if (sample := make_rehearsal(judged, past, tokenizer, max_tokens=max_tokens, max_contexts=max_contexts))
+    ]
+    kept = [sample for id, sample in made if crc32(id.encode()) % HELD_OUT_EVERY == 0]
+    open = [sample for id, sample in made if crc32(id.encode()) % HELD_OUT_EVERY]
+    chosen = [open[(version * count + i) % len(open)] for i in range(min(count, len(open)))]
+    return Rehearsal(tuple(chosen), tuple(kept[-HELD_OUT:]))
+
+
+def make_rehearsal(
+    judged: JudgedTurn, past: Sequence[JudgedTurn], tokenizer: Tokenizer, *, max_tokens: int, max_contexts: int
+) -> Sample | None:
+    """An accepted reply as the answer to the request its session opened with, or None if it can't be that.
+
+    A reply that was accepted after corrections is what should have come at once: its ids are the engine's,
+    its prompt is the opening's. It has no RL term, since nothing sampled it there.
+    """
+    turn, sampled = judged.turn, judged.turn.sampled
+    if sampled is None or (turn.next is not None and turn.next.role == "tool"):
+        return None
+    first = next((i for i, m in enumerate(turn.messages) if m.role == "user"), None)
+    if first is None:
+        return None
+    messages = [{"role": m.role, "content": m.content} for m in turn.messages[: first + 1]]
+    prompt = tuple(tokenizer.render(messages))
+    if len(prompt) + len(sampled.token_ids) > max_tokens:
+        return None
+    contexts = candidate_contexts(
+        tokenizer,
+        messages,
+        turn.reply.content,
+        demonstrations=demonstrations(turn, past, max_contexts),
+        limit=max_contexts,
+        max_tokens=TEACHER_ROOM * max_tokens,
+    )
+    return Sample(
+        turn=f"{turn.id} again",
+        version=sampled.version,
+        prompt_ids=prompt,
+        response_ids=sampled.token_ids,
+        logprobs=sampled.logprobs,
+        topk_ids=(),
+        mask=response_mask(sampled),
+        tau=sampled.sampling.tau,
+        reward=0,
+        advantage=0.0,
+        contexts=contexts,
+        rehearsed=True,
     )
 
 

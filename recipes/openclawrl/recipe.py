@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from reef.recipe import JudgedTurn, Loss, RecipeTools, Refusal, Report, Scorer, Turn, Verdict
+from reef.recipe import JudgedTurn, Loss, RecipeTools, Refusal, Rehearsal, Report, Scorer, Turn, Verdict
 from reef.train.sample import Batch, Sample
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ class Config(BaseModel):
     beta_replay: float | None = Field(
         default=None, ge=0, description="overrides the preset's anchor on a generic prompt"
     )
+    rehearsals: int | None = Field(
+        default=None, ge=0, description="accepted replies a step repeats; overrides the preset's number"
+    )
+    w_rehearse: float | None = Field(default=None, ge=0, description="overrides the weight of their likelihood")
     max_contexts: int = Field(default=3, ge=1, le=3, description="candidate contexts for the teacher")
     use_hints: bool = Field(default=True, description="false: only accepted replies are shown to the teacher")
     max_turn_tokens: int = Field(default=2048, ge=16, description="longest prompt plus reply that is trained")
@@ -106,6 +110,19 @@ class OpenClawRL:
         formed = [replace(s, advantage=a) for s, a in zip(samples, advantages, strict=True)]
         return formed, {"baseline": state}
 
+    def rehearse(self, past: Sequence[JudgedTurn], version: int) -> Rehearsal:
+        from recipes.openclawrl.processor import rehearsal
+
+        assert self._tools is not None, "rehearsing needs the policy's tokenizer"
+        return rehearsal(
+            past,
+            version,
+            self._tools.tokenizer,
+            count=self.rehearsals(),
+            max_tokens=self.config.max_turn_tokens,
+            max_contexts=self.config.max_contexts,
+        )
+
     def loss(self, batch: Batch, policy: Scorer, reference: Scorer) -> Loss:
         from recipes.openclawrl.teacher import loss
 
@@ -124,11 +141,17 @@ class OpenClawRL:
 
             from recipes.openclawrl.objective import PRESETS
 
-            named = ("advantage", "distil", "routing", "beta_kl", "beta_replay")
+            named = ("advantage", "distil", "routing", "w_rehearse", "beta_kl", "beta_replay")
             chosen = {n: v for n in named if (v := getattr(self.config, n)) is not None}
             preset = PRESETS[self.config.objective]
             self._objective = replace(preset, w_rl=self.config.w_rl, w_opd=self.config.w_opd, **chosen)
         return self._objective
+
+    def rehearsals(self) -> int:
+        """How many accepted replies a step repeats."""
+        if self.config.rehearsals is not None:
+            return self.config.rehearsals
+        return 0 if self.config.objective == "openclaw" else 2
 
     def _advantage_kind(self) -> str:
         return self.config.advantage or ("raw" if self.config.objective == "openclaw" else "baseline")

@@ -152,7 +152,12 @@ def advantage(sample: Sample) -> float:
 def active(sample: Sample, objective: Objective) -> bool:
     """Whether a sample has a trained token and a term: `Batch.n_eff` counts these."""
     reinforced = bool(objective.w_rl and sample.weight and advantage(sample))
-    return any(sample.mask) and (reinforced or distils(sample, objective))
+    return any(sample.mask) and (reinforced or distils(sample, objective) or rehearses(sample, objective))
+
+
+def rehearses(sample: Sample, objective: Objective) -> bool:
+    """Whether the sample has a likelihood term."""
+    return sample.rehearsed and objective.w_rehearse > 0
 
 
 def loss(batch: Batch, policy: Scorer, reference: Scorer, objective: Objective) -> Loss:
@@ -179,7 +184,7 @@ def loss(batch: Batch, policy: Scorer, reference: Scorer, objective: Objective) 
             fixed = batch.fixed[sample.turn] = _fix(sample, logits.detach(), tokens, mask, reference, objective)
         value, means = sample_loss(
             logits, tokens, mask, mu, sample.tau, fixed, advantage(sample), objective,
-            rl_weight=sample.weight, distilled=distils(sample, objective),
+            rl_weight=sample.weight, distilled=distils(sample, objective), rehearsed=sample.rehearsed,
         )  # fmt: skip
         shares.append(value * scale)
         for name, mean in means.items():

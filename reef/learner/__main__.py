@@ -12,7 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from reef.config import Config, explain
+from reef.engine.base import EngineClient
 from reef.errors import ConfigError
+from reef.learner.canary import Canaries
 from reef.learner.erasing import Erasing
 from reef.learner.judging import Judging
 from reef.learner.loop import GatewayAdmin, Learner
@@ -20,7 +22,7 @@ from reef.learner.observer import Observer
 from reef.learner.steps import Steps, StepSettings
 from reef.learner.turns import Turns
 from reef.recipe import Recipe, RecipeTools, load
-from reef.service import read_run_config
+from reef.service import gate_limits, read_run_config
 from reef.store.database import open_database
 from reef.store.learn import LearnStore
 from reef.store.lock import acquire_database
@@ -82,7 +84,18 @@ def make_learner(config: Config, recipe: Recipe, gateway: GatewayAdmin | None) -
     erasing = Erasing(log, learn, engine, config.store.dir / "steps")
     keep = config.store.keep_releases
     pruning = Pruning(config.store.dir / "releases", engine, log, keep) if keep else None
-    return Learner(log, learn, observer, judging, steps, gateway, erasing=erasing, pruning=pruning, lock=lock)
+    canaries = make_canaries(config, log, learn, gateway)
+    return Learner(
+        log, learn, observer, judging, steps, gateway, canaries, erasing=erasing, pruning=pruning, lock=lock
+    )
+
+
+def make_canaries(config: Config, log: LogReader, learn: LearnStore, gateway: GatewayAdmin | None) -> Canaries | None:
+    """The watch over what is served, unless it is switched off or nothing switches versions."""
+    if gateway is None or config.engine.url is None or not (config.gate.enabled and config.gate.canary_s):
+        return None
+    engine = EngineClient(config.engine.url, key=config.engine.key)
+    return Canaries(log, learn, engine, gateway.url, gate_limits(config.gate), config.gate.canary_s)
 
 
 async def _run(config: Config, model_dir: Path) -> None:

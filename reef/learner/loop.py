@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import httpx
 
+from reef.learner.canary import Canaries
 from reef.learner.erasing import Erasing
 from reef.learner.judging import Judging
 from reef.learner.observer import Observer
@@ -44,6 +45,7 @@ class Learner:
         judging: Judging,
         steps: Steps | None,
         gateway: GatewayAdmin | None,
+        canaries: Canaries | None = None,
         *,
         erasing: Erasing | None = None,
         pruning: Pruning | None = None,
@@ -58,6 +60,7 @@ class Learner:
         self._erasing = erasing
         self._pruning = pruning
         self._lock = lock
+        self._canaries = canaries
         self._publish_after = 0.0
         self._prune_after = 0.0
 
@@ -69,7 +72,14 @@ class Learner:
         async with httpx.AsyncClient(headers=headers, timeout=60) as http:
             while not stop.is_set():
                 busy = 0
-                parts = (self._observe, self._erase, self._judge, self._train, lambda: self._publish(http))
+                parts = (
+                    self._observe,
+                    self._erase,
+                    self._judge,
+                    self._train,
+                    lambda: self._publish(http),
+                    lambda: self._watch(http),
+                )
                 for part in parts:
                     try:
                         busy += await part()
@@ -104,6 +114,9 @@ class Learner:
             return 0
         ended = await asyncio.to_thread(self._steps.collect)
         return ended + len(await asyncio.to_thread(self._steps.form))
+
+    async def _watch(self, http: httpx.AsyncClient) -> int:
+        return await self._canaries.step(http) if self._canaries else 0
 
     async def _publish(self, http: httpx.AsyncClient) -> int:
         """Have the gateway serve new releases, unless an operator has chosen another version since."""

@@ -31,6 +31,22 @@ from reef.train.sample import Sample
 log = logging.getLogger("reef.steps")
 
 
+REJECTED_SCALE = 0.5
+RECOVERY = 1.25
+
+
+def lr_scale(outcomes: Sequence[str]) -> float:
+    """What the learning rate is multiplied by after these steps, oldest first: halved by each one that was
+    rejected or taken back, raised by a quarter, up to 1, by each that went well."""
+    scale = 1.0
+    for outcome in outcomes:
+        if outcome in ("rejected", "rolled_back"):
+            scale *= REJECTED_SCALE
+        elif outcome == "released":
+            scale = min(1.0, scale * RECOVERY)
+    return scale
+
+
 @dataclass(frozen=True, slots=True)
 class StepSettings:
     """What a job tells the trainer, and when one is formed."""
@@ -90,7 +106,7 @@ class Steps:
         samples, carried = self._recipe.form(samples, self._learn.last_carried(scenario))
         version = self._learn.newest_version(scenario) + 1
         step = StepRow("preview", scenario, version, parent, tuple(s.turn for s in samples), "running", 1, carried)
-        self._write(step, samples)
+        self._write(step, samples, past)
         return self._folder / step.id / "job.json"
 
     def _form(self, scenario: str, ids: Sequence[str]) -> StepRow | None:
@@ -115,7 +131,7 @@ class Steps:
         except StoreError as error:  # a fate has changed since it was read: the next round sees it
             log.info("%s", error)
             return None
-        self._write(step, samples)
+        self._write(step, samples, past)
         log.info("step %s: %d turns of %s become version %d", step.id, len(turns), scenario, version)
         return step
 
@@ -154,19 +170,21 @@ class Steps:
         made = [self._make(id, step.parent, past) for id in step.turns]
         samples = [m for m in made if isinstance(m, Sample)]
         samples, _ = self._recipe.form(samples, self._learn.last_carried(step.scenario))
-        self._write(step, samples)
+        self._write(step, samples, past)
 
-    def _write(self, step: StepRow, samples: Sequence[Sample]) -> None:
+    def _write(self, step: StepRow, samples: Sequence[Sample], past: Sequence[JudgedTurn]) -> None:
         settings = self._settings
+        rehearsal = self._recipe.rehearse(past, step.version)
         job = {
             "step": step.id,
             "scenario": step.scenario,
             "version": step.version,
             "parent": step.parent,
             "turns": list(step.turns),
-            "samples": [sample.to_json() for sample in samples],
+            "samples": [sample.to_json() for sample in (*samples, *rehearsal.trained)],
+            "held_out": [sample.to_json() for sample in rehearsal.held_out],
             "seed": settings.seed,
-            "lr": settings.lr,
+            "lr": settings.lr * lr_scale(self._learn.outcomes(step.scenario)),
             "epochs": settings.epochs,
             "carried": dict(step.carried),
         }

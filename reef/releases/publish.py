@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reef.engine.base import EngineClient
-from reef.errors import NotFound, UpstreamError
+from reef.errors import ModelError, NotFound, UpstreamError
 from reef.releases.chain import adapter_name, read_release, version_folder
 
 log = logging.getLogger("reef.publish")
 KEEP_LOADED = 2
 """older versions of a scenario kept in the engine, so that a rollback is instant"""
+MAX_LOADED = 32
+"""adapters in the engine, over all scenarios; the one unused for longest makes room"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Publisher:
         releases: Path,
         record: Callable[[str, int, str], Awaitable[None]],
         served: dict[str, int],
+        *,
+        max_loaded: int = MAX_LOADED,
     ) -> None:
         self._engine = engine
         self._releases = releases
@@ -50,6 +54,8 @@ class Publisher:
         self._served = dict(served)
         self._in_flight: Counter[str] = Counter()
         self._loaded: dict[str, tuple[str, int]] = {}
+        """in the engine, the one used last at the end"""
+        self._max_loaded = max_loaded
         self._base: str | None = None
         self._lock = asyncio.Lock()
 
@@ -75,8 +81,10 @@ class Publisher:
             if name not in self._loaded:
                 async with self._lock:
                     await self._load(scenario, version)
+            self._loaded[name] = self._loaded.pop(name, (scenario, version))
         self._in_flight[name] += 1
         try:
+            await self._make_room()
             yield Lease(scenario, version, name)
         finally:
             self._in_flight[name] -= 1
@@ -118,8 +126,13 @@ class Publisher:
         folder = version_folder(self._releases, scenario, version)
         if not folder.is_dir():
             raise NotFound(f"{scenario} has no version {version}")
-        if not read_release(folder).servable:
+        release = read_release(folder)
+        if not release.servable:
             raise NotFound(f"version {version} of {scenario} was rejected by its gate and can't be served")
+        try:
+            await asyncio.to_thread(release.verify)
+        except ModelError as error:
+            raise NotFound(f"version {version} of {scenario} can't be served: {error}") from error
         await self._engine.load_adapter(name, str(folder.resolve()))
         self._loaded[name] = (scenario, version)
 
@@ -127,10 +140,18 @@ class Publisher:
         mine = sorted(v for s, v in self._loaded.values() if s == scenario)
         current = self.version(scenario)
         for version in [v for v in mine if v != current][:-KEEP_LOADED]:
-            name = adapter_name(scenario, version)
-            if self._in_flight[name]:
-                continue  # taken up again at the next switch
-            self._loaded.pop(name, None)
+            await self._unload(adapter_name(scenario, version))
+
+    async def _make_room(self) -> None:
+        """Unload what was unused for longest until no more than `max_loaded` remain."""
+        for name in list(self._loaded)[: max(0, len(self._loaded) - self._max_loaded)]:
+            await self._unload(name)
+
+    async def _unload(self, name: str) -> None:
+        """Drop an adapter nobody uses now; one in flight is taken up again later."""
+        async with self._lock:  # else a load of the same name could overtake it
+            if self._in_flight.get(name) or self._loaded.pop(name, None) is None:
+                return
             try:
                 await self._engine.unload_adapter(name)
             except UpstreamError as error:

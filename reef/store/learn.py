@@ -156,10 +156,31 @@ class LearnStore:
             )
             return c.execute(query).scalar() or {}
 
+    def outcomes(self, scenario: str) -> list[str]:
+        """How a scenario's ended steps went, oldest first: released, rejected, failed, rolled_back."""
+        with self._engine.connect() as c:
+            query = select(steps.c.status).where(steps.c.scenario == scenario, steps.c.ended.is_not(None))
+            return list(c.execute(query.order_by(steps.c.version)).scalars())
+
     def newest_version(self, scenario: str) -> int:
         """The highest version any step of a scenario has claimed."""
         with self._engine.connect() as c:
             return c.execute(select(func.max(steps.c.version)).where(steps.c.scenario == scenario)).scalar() or 0
+
+    def release(self, scenario: str, version: int) -> Row[Any] | None:
+        with self._engine.connect() as c:
+            query = select(releases).where(releases.c.scenario == scenario, releases.c.version == version)
+            return c.execute(query).first()
+
+    def last_good(self, scenario: str, version: int) -> int:
+        """The nearest ancestor of a version that was not taken back; 0 is the untrained policy."""
+        while version:
+            row = self.release(scenario, version)
+            version = row.parent if row else 0
+            row = self.release(scenario, version) if version else None
+            if row is None or row.status == "released":
+                return version
+        return 0
 
     def unpublished(self) -> list[Row[Any]]:
         with self._engine.connect() as c:
@@ -290,6 +311,18 @@ class LearnStore:
         """A good release that is not served by itself, since somebody chose another version meanwhile."""
         c.execute(
             update(releases).where(releases.c.scenario == scenario, releases.c.version == version).values(status="held")
+        )
+
+    def take_back(self, c: Connection, scenario: str, version: int, checks: list[dict[str, Any]], reason: str) -> None:
+        """A release that served and failed its canaries: what they found joins its gate."""
+        here = (releases.c.scenario == scenario) & (releases.c.version == version)
+        gate = dict(c.execute(select(releases.c.gate).where(here)).scalar() or {})
+        gate |= {"passed": False, "reason": reason, "checks": [*gate.get("checks", ()), *checks]}
+        c.execute(update(releases).where(here).values(status="rolled_back", gate=gate))
+        c.execute(
+            update(steps)
+            .where(steps.c.scenario == scenario, steps.c.version == version)
+            .values(status="rolled_back", reason=reason)
         )
 
     def published(self, c: Connection, scenario: str, version: int) -> None:

@@ -66,6 +66,9 @@ class LogReader:
                 return
             yield from map(_exchange, rows)
             at = rows[-1].seq
+    def newest_seq(self) -> int:
+        with self._engine.connect() as connection:
+            return connection.execute(select(func.max(exchanges.c.seq))).scalar() or 0
 
     def count(self) -> int:
         """How many exchanges were ever recorded."""

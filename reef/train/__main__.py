@@ -27,7 +27,7 @@ def main() -> int:
 
     from reef.model import ModelTokenizer
     from reef.recipe import load
-    from reef.train.gate import GateLimits
+    from reef.train.checks import GateLimits
     from reef.train.jobs import Job, work
     from reef.train.lora import Policy
     from reef.train.trainer import Trainer
@@ -39,10 +39,12 @@ def main() -> int:
         settings = json.loads(args.recipe_config.read_text()) if args.recipe_config else {}
         recipe = found(config=found.Config(**settings), tools=None)
         started = time.time()
-        policy = Policy.load(args.model, rank=args.rank, alpha=args.alpha, dtype=args.dtype, device=args.device)
+        policy = Policy.load(
+            args.model, rank=args.rank, alpha=args.alpha, layers=args.layers, dtype=args.dtype, device=args.device
+        )
         trainer = Trainer(
             policy, recipe, ModelTokenizer(args.model), args.releases,
-            recipe_name=args.recipe, limits=GateLimits(kl_to_base=args.max_kl), gated=not args.no_gate,
+            recipe_name=args.recipe, limits=GateLimits(**json.loads(args.limits)), gated=not args.no_gate,
         )  # fmt: skip
         print(f"trainer ready in {time.time() - started:.1f} s", file=sys.stderr, flush=True)
         if args.dry_run:
@@ -73,9 +75,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
     parser.add_argument("--rank", type=int, default=16, help="LoRA rank")
     parser.add_argument("--alpha", type=int, default=32, help="LoRA alpha")
+    parser.add_argument("--layers", type=float, default=1.0, help="share of the layers adapted, the last ones")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the frozen base")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
-    parser.add_argument("--max-kl", type=float, default=0.1, help="gate: KL to the base, nat/token")
+    parser.add_argument("--limits", default="{}", help="gate: its limits as a JSON object")
     parser.add_argument("--no-gate", action="store_true", help="measure, but reject nothing")
     parser.add_argument("--follow-parent", action="store_true", help="end when the starting process is gone")
     return parser.parse_args()

@@ -1,22 +1,21 @@
 """The gate: what a candidate must show before it may be served.
 
-Each check compares one number with one limit. Invariant: a value that is not finite never passes.
-Checks on weights and on a few generic replies cost one short forward pass and run on every step;
-checks on sampled replies are pure functions for whoever has samples. It knows no recipe, and it
-decides nothing: the caller marks the release.
+Checks here are on the weights, on the distance to the base over a few fixed replies, and on replies this
+user has accepted; those on sampled replies are in `checks.py`. It knows no recipe, and it decides nothing:
+the caller marks the release.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from reef.recipe import Scorer, Tokenizer
+from reef.train.checks import Check, at_least, at_most
+from reef.train.sample import Sample
 
 Replay = tuple[tuple[int, ...], tuple[int, ...]]
 """prompt ids and reply ids"""
@@ -47,62 +46,6 @@ REPLAYS: tuple[tuple[str, str], ...] = (
     ),
 )
 """generic pairs a recipe may hold the policy near the base on; never the ones it is measured on"""
-
-
-@dataclass(frozen=True, slots=True)
-class GateLimits:
-    """What a candidate may not exceed."""
-
-    kl_to_base: float = 0.1
-    """nat per token, mean over the probes' replies"""
-    length_ratio: float = 2.0
-    """mean reply length over that of the current version, or its inverse"""
-    repeated_4grams: float = 0.2
-    missing_eos: float = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One comparison. `value` is None when it was not a finite number."""
-
-    name: str
-    value: float | None
-    limit: float
-    passed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """All checks of a candidate."""
-
-    checks: tuple[Check, ...]
-
-    @property
-    def passed(self) -> bool:
-        return all(c.passed for c in self.checks)
-
-    @property
-    def reason(self) -> str:
-        """What failed, for people; empty when nothing did."""
-        failed = [c for c in self.checks if not c.passed]
-        return "; ".join(
-            f"{c.name} {'not finite' if c.value is None else f'{c.value:.4g}'}, limit {c.limit:g}" for c in failed
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        return {"passed": self.passed, "reason": self.reason, "checks": [asdict(c) for c in self.checks]}
-
-
-def at_most(name: str, value: float, limit: float) -> Check:
-    """A check that passes up to and including its limit."""
-    finite = math.isfinite(value)
-    return Check(name, value if finite else None, limit, finite and value <= limit)
-
-
-def at_least(name: str, value: float, limit: float) -> Check:
-    """A check that passes from its limit on."""
-    finite = math.isfinite(value)
-    return Check(name, value if finite else None, limit, finite and value >= limit)
 
 
 # --- checks on a candidate's weights --------------------------------------------------------------
@@ -151,38 +94,18 @@ def kl_to_base(policy: Scorer, probes: Sequence[Replay], base: Sequence[Tensor],
     return at_most("kl_to_base", total / max(tokens, 1), limit)
 
 
-# --- checks on sampled replies --------------------------------------------------------------------
+@torch.no_grad()
+def mean_logprob(policy: Scorer, samples: Sequence[Sample]) -> float:
+    """Log-prob per token of the samples' replies, nat, at the temperature they were sampled with."""
+    total, tokens = 0.0, 0
+    for sample in samples:
+        logp = (policy.logits(sample.prompt_ids, sample.response_ids) / sample.tau).log_softmax(-1)
+        taken = logp.gather(-1, torch.tensor(sample.response_ids, device=logp.device).unsqueeze(-1))
+        total += float(taken.sum())
+        tokens += len(sample.response_ids)
+    return total / max(tokens, 1)
 
 
-def length_ratio(candidate: Sequence[int], current: Sequence[int]) -> float:
-    """Mean length against mean length, the larger over the smaller; lengths in tokens."""
-    if not candidate or not current:
-        return 1.0
-    a, b = max(sum(candidate) / len(candidate), 1.0), max(sum(current) / len(current), 1.0)
-    return max(a / b, b / a)
-
-
-def repeated_ngrams(ids: Sequence[int], n: int = 4) -> float:
-    """The share of a reply's n-grams that occurred before in it; 0 for replies shorter than n."""
-    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def missing_eos(replies: Sequence[Sequence[int]], eos: Iterable[int]) -> float:
-    """The share of replies that do not end with an end-of-text token."""
-    ends = set(eos)
-    return sum(not reply or reply[-1] not in ends for reply in replies) / len(replies) if replies else 0.0
-
-
-def reply_checks(
-    candidate: Sequence[Sequence[int]], current: Sequence[Sequence[int]], eos: Iterable[int], limits: GateLimits
-) -> list[Check]:
-    """Checks on replies sampled for the same prompts by candidate and current version."""
-    repeated = [repeated_ngrams(reply) for reply in candidate]
-    return [
-        at_most(
-            "length_ratio", length_ratio([len(r) for r in candidate], [len(r) for r in current]), limits.length_ratio
-        ),
-        at_most("repeated_4grams", sum(repeated) / len(repeated) if repeated else 0.0, limits.repeated_4grams),
-        at_most("missing_eos", missing_eos(candidate, eos), limits.missing_eos),
-    ]
+def held_out(before: float, after: float, limit: float) -> Check:
+    """How much more likely the candidate finds accepted replies than its parent does, nat per token."""
+    return at_least("held_out_gain", after - before, -limit)

@@ -49,6 +49,8 @@ class Job:
     lr: float = 6e-4
     epochs: int = 2
     carried: Mapping[str, Any] = field(default_factory=dict)
+    held_out: tuple[Sample, ...] = ()
+    """accepted replies the candidate may not find less likely than its parent does"""
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Job:
@@ -65,6 +67,7 @@ class Job:
                 lr=float(data.get("lr", 6e-4)),
                 epochs=int(data.get("epochs", 2)),
                 carried=data.get("carried") or {},
+                held_out=tuple(Sample.from_json(s) for s in data.get("held_out") or ()),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(f"job can't be read: {error!r}") from error

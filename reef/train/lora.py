@@ -17,7 +17,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
 from reef.errors import ModelError
@@ -34,12 +34,24 @@ class Policy:
         self.name = name
         self.reference = Reference(self)
         self.device = next(model.parameters()).device
+        eos: Any = model.get_base_model().generation_config.eos_token_id  # pyright: ignore[reportOptionalMemberAccess]
+        self.eos: tuple[int, ...] = (eos,) if isinstance(eos, int) else tuple(eos or (0,))
 
     @classmethod
     def load(
-        cls, model_dir: str | Path, *, rank: int = 16, alpha: int = 32, dtype: str = "float32", device: str = "cpu"
+        cls,
+        model_dir: str | Path,
+        *,
+        rank: int = 16,
+        alpha: int = 32,
+        layers: float = 1.0,
+        dtype: str = "float32",
+        device: str = "cpu",
     ) -> Policy:
         """Load a base model folder (or hub name) and wrap every linear layer but the output head.
+
+        `layers` below 1 adapts that share of the layers only, the last ones: nothing has to be
+        differentiated below them.
 
         `dtype` is that of the frozen base; the adapter is always float32. bfloat16 pays only where the
         processor multiplies it natively. Raises ModelError.
@@ -51,7 +63,15 @@ class Policy:
         except (OSError, ValueError) as error:
             raise ModelError(f"can't load the model {model_dir}: {error}") from error
         base.to(torch.device(device))  # pyright: ignore[reportArgumentType]
-        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", lora_dropout=0.0, bias="none")
+        frozen = range(round(base.config.num_hidden_layers * (1 - layers)))
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=alpha,
+            target_modules="all-linear",
+            exclude_modules=rf".*\.({'|'.join(map(str, frozen))})\..*" if frozen else None,
+            lora_dropout=0.0,
+            bias="none",
+        )
         model = cast(PeftModel, get_peft_model(base, config))
         policy = cls(model.eval(), Path(model_dir).name)
         policy.fresh(seed=0)
@@ -114,6 +134,26 @@ class Policy:
         The head runs at the response's positions only. An empty response gives [0, V].
         """
         return self.predict([*prompt_ids, *response_ids[:-1]], len(response_ids))
+
+    @torch.no_grad()
+    def greedy(self, prompts: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
+        """The most likely reply to each prompt, at most `limit` ids, the end-of-text id included."""
+        ends = self.eos
+        width = max(len(p) for p in prompts)
+        ids = torch.tensor([[ends[0]] * (width - len(p)) + list(p) for p in prompts], device=self.device)
+        seen = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        out = self.model.generate(
+            input_ids=ids,
+            attention_mask=seen,
+            generation_config=GenerationConfig(
+                max_new_tokens=limit, do_sample=False, eos_token_id=list(ends), pad_token_id=ends[0]
+            ),
+        )
+        replies = []
+        for row in out[:, width:].tolist():
+            end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+            replies.append(row[:end])
+        return replies
 
     def predict(self, ids: Sequence[int], count: int, cache: DynamicCache | None = None) -> Tensor:
         """Logits after each of the last `count` of `ids` [count, V]; `cache` holds what comes before."""

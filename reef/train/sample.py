@@ -48,6 +48,8 @@ class Sample:
     advantage: float | None = None
     """set when the batch is formed, from the rewards in the order they arrived"""
     contexts: tuple[Context, ...] = ()
+    rehearsed: bool = False
+    """an accepted reply of an earlier step, trained once more: it is none of the step's turns"""
 
     def __post_init__(self) -> None:
         t = len(self.response_ids)
@@ -76,6 +78,7 @@ class Sample:
             weight=data["weight"],
             advantage=data["advantage"],
             contexts=tuple(Context(c["kind"], tuple(c["prompt_ids"]), c["text"]) for c in data["contexts"]),
+            rehearsed=data.get("rehearsed", False),
         )
 
 

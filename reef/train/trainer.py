@@ -25,11 +25,14 @@ from reef.recipe import Loss, Scorer, Tokenizer
 from reef.releases.chain import MANIFEST, content_hash, list_releases, read_release, version_folder
 from reef.store.files import dumps, fsync
 from reef.train import gate
+from reef.train.checks import CANARIES, CANARY_TOKENS, GateLimits, Verdict, reply_checks
 from reef.train.jobs import Job
 from reef.train.lora import Policy
 from reef.train.sample import Batch, Sample
 
 OPTIMIZER = "optimizer.safetensors"
+REMEMBERED = 64
+"""versions whose replies to the canaries are kept in memory"""
 KEPT_OPTIMIZERS = 3
 """newest releases that keep their optimizer state (twice the adapter's size)"""
 
@@ -53,18 +56,21 @@ class Trainer:
         releases: Path,
         *,
         recipe_name: str = "",
-        limits: gate.GateLimits | None = None,
+        limits: GateLimits | None = None,
         gated: bool = True,
     ) -> None:
         self.policy = policy
         self.recipe = recipe
         self.releases = releases
         self.recipe_name = recipe_name
-        self.limits = limits or gate.GateLimits()
+        self.limits = limits or GateLimits()
         self.gated = gated
         self.probes = gate.replays(tokenizer)
         self.replays = gate.replays(tokenizer, gate.REPLAYS)
+        self._canaries = [tokenizer.render([{"role": "user", "content": text}]) for text in CANARIES]
         self._base: list[Tensor] | None = None
+        self._said: dict[tuple[str, int], list[list[int]]] = {}
+        """replies to the canaries by version; 0 is the base"""
         self._optimizer = self._new_optimizer()
         self._at: tuple[str, int] | None = None
 
@@ -109,16 +115,20 @@ class Trainer:
         replay = self.replays[job.version % len(self.replays)]
         return Batch(job.samples, sum(self.recipe.active(s) for s in job.samples), {"replay": replay})
 
-    def _step(self, job: Job, batch: Batch | None = None) -> tuple[dict[str, Any], gate.Verdict]:
+    def _step(self, job: Job, batch: Batch | None = None) -> tuple[dict[str, Any], Verdict]:
         self._stand_at(job)
         self._at = None
         self.policy.reference.forget()
+        started = time.time()
         before = self.policy.tensors()
+        current = self._replies(job.scenario, job.parent)
+        liked = gate.mean_logprob(self.policy, job.held_out)
+        gate_seconds = time.time() - started
         batch = batch or self._batch(job)
         epochs = self._train(job, batch)
         after = self.policy.tensors()
         started = time.time()
-        verdict = self._gate(before, after, epochs)
+        verdict = self._gate(job, before, after, epochs, current, liked)
         moved = math.sqrt(sum(float((after[n] - before[n]).square().sum()) for n in after))
         metrics = {
             "epochs": epochs,
@@ -129,7 +139,7 @@ class Trainer:
             "weight_norm": math.sqrt(sum(float(t.square().sum()) for t in after.values())),
             "kl_to_base": next((c.value for c in verdict.checks if c.name == "kl_to_base"), None),
             "train_seconds": sum(e["seconds"] for e in epochs),
-            "gate_seconds": time.time() - started,
+            "gate_seconds": gate_seconds + time.time() - started,
         }
         return metrics, verdict
 
@@ -162,19 +172,42 @@ class Trainer:
         return sums
 
     def _gate(
-        self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], epochs: Iterable[Mapping[str, Any]]
-    ) -> gate.Verdict:
+        self,
+        job: Job,
+        before: Mapping[str, Tensor],
+        after: Mapping[str, Tensor],
+        epochs: Iterable[Mapping[str, Any]],
+        current: list[list[int]],
+        liked: float,
+    ) -> Verdict:
+        """Weights first: a candidate that is not finite is asked nothing."""
+        numbers = [x for e in epochs for x in (e["loss"], e["grad_norm"])]
+        checks = [gate.finite_losses(numbers), gate.finite_weights(after), gate.changed_tensors(before, after)]
+        if not all(check.passed for check in checks):
+            return Verdict(tuple(checks))
         if self._base is None:
             self._base = gate.base_logprobs(self.policy.reference, self.probes)
-        numbers = [x for e in epochs for x in (e["loss"], e["grad_norm"])]
-        return gate.Verdict(
-            (
-                gate.finite_losses(numbers),
-                gate.finite_weights(after),
-                gate.changed_tensors(before, after),
-                gate.kl_to_base(self.policy, self.probes, self._base, self.limits.kl_to_base),
-            )
-        )
+        checks.append(gate.kl_to_base(self.policy, self.probes, self._base, self.limits.kl_to_base))
+        if job.held_out:
+            now = gate.mean_logprob(self.policy, job.held_out)
+            checks.append(gate.held_out(liked, now, self.limits.held_out_drop))
+        self._said.pop((job.scenario, job.version), None)
+        replies = self._replies(job.scenario, job.version)
+        checks += reply_checks(replies, current, self.policy.eos, self.limits, self._replies(job.scenario, 0))
+        return Verdict(tuple(checks))
+
+    def _replies(self, scenario: str, version: int) -> list[list[int]]:
+        """The greedy replies to the canaries under the weights as they stand (0: under the base)."""
+        key = (scenario, version) if version else ("", 0)
+        if key not in self._said:
+            if version:
+                self._said[key] = self.policy.greedy(self._canaries, CANARY_TOKENS)
+            else:
+                with self.policy.model.disable_adapter():
+                    self._said[key] = self.policy.greedy(self._canaries, CANARY_TOKENS)
+            while len(self._said) > REMEMBERED:
+                self._said.pop(next(k for k in self._said if k[1]))
+        return self._said[key]
 
     # --- where the weights stand ---
 
@@ -187,6 +220,7 @@ class Trainer:
             self.policy.fresh(job.seed)
             return
         folder = version_folder(self.releases, job.scenario, job.parent)
+        read_release(folder).verify()
         self.policy.load_adapter(folder)
         if (folder / OPTIMIZER).exists():
             self._restore_optimizer(load_file(folder / OPTIMIZER))
@@ -212,7 +246,7 @@ class Trainer:
 
     # --- releases ---
 
-    def _write(self, job: Job, target: Path, metrics: Mapping[str, Any], verdict: gate.Verdict, started: float) -> None:
+    def _write(self, job: Job, target: Path, metrics: Mapping[str, Any], verdict: Verdict, started: float) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = target.parent / f".tmp-{target.name}-{os.getpid()}"
         shutil.rmtree(scratch, ignore_errors=True)
