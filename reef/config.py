@@ -110,6 +110,9 @@ class EngineConfig(Section):
         default=1, ge=1, description="embedded: torch threads; more than one hurts when others compute too"
     )
     max_batch: int = Field(default=16, ge=1, description="embedded: requests decoded together")
+    max_adapters: int = Field(
+        default=32, ge=1, description="versions kept loaded, over all scenarios; others are loaded when asked for"
+    )
     max_context: int = Field(default=2048, ge=64, description="embedded: longest prompt plus reply, tokens")
     top_logprobs: int = Field(default=16, ge=0, le=20, description="top-K recorded with every token")
     vision: bool = Field(
@@ -133,6 +136,11 @@ class PolicyConfig(Section):
     )
     temperature: float = Field(
         default=0.7, gt=0, description="temperature where the client names none, or always with train"
+    )
+
+    learning: Literal["separate", "joint"] = Field(
+        default="separate",
+        description="separate: each scenario has its own chain of versions; joint: all share policy.scenario's",
     )
 
 
@@ -173,6 +181,10 @@ class TrainConfig(Section):
     )
     seed: int = Field(default=0, description="seed of the adapter's initial values")
     threads: int = Field(default=1, ge=1, description="torch threads of the trainer")
+    idle_s: float = Field(
+        default=120.0, ge=0, description="train fewer turns than a batch once they have waited this long; 0: never"
+    )
+    min_batch: int = Field(default=2, ge=1, description="turns such a smaller batch has at least")
     max_attempts: int = Field(default=3, ge=1, description="times a failing step is tried before its turns are let go")
 
 
@@ -218,6 +230,11 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     gate: GateConfig = GateConfig()
     observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def joint_chain(self) -> str | None:
+        """The chain all scenarios share; None when each has its own."""
+        return self.policy.scenario if self.policy.learning == "joint" else None
 
     @property
     def recipe_name(self) -> str:

@@ -178,6 +178,8 @@ class Anchor:
     used: Tensor | None = None
     old_support: Tensor | None = None
     """log-probs before the step on the support, [T, K] (`openclaw_topk`)"""
+    thinking_ends: Tensor | None = None
+    """where the end of thinking is at stake, bool [T]; nothing is distilled there"""
 
 
 def anchor(old: Tensor, tokens: Tensor, teacher: Tensor | None, base: Tensor | None, objective: Objective) -> Anchor:
@@ -198,6 +200,11 @@ def anchor(old: Tensor, tokens: Tensor, teacher: Tensor | None, base: Tensor | N
         case _:
             ids, used = support(old, teacher, k)
             return Anchor(taken, base, tail_bins(teacher, ids, used), ids, used)
+
+
+def thinking_at_stake(old: Tensor, tokens: Tensor, ends: int, k: int) -> Tensor:
+    """Where `ends` was sampled or is among the policy's k most likely ids, bool [T]."""
+    return (tokens == ends) | (old.topk(min(k, old.shape[-1]), -1).indices == ends).any(-1)
 
 
 def pick(logp: Tensor, tokens: Tensor) -> Tensor:
@@ -257,7 +264,7 @@ def sample_loss(
     if rehearsed and objective.w_rehearse:
         terms["rehearsal"] = -objective.w_rehearse * taken
     if distilled and fixed.teacher is not None:
-        kept = opd_mask(mask, objective.drop_first)
+        kept = opd_mask(mask, objective.drop_first, fixed.thinking_ends)
         terms["opd"] = objective.w_opd * kept * distance(logp, fixed, objective)
     if fixed.base is not None and objective.beta_kl:
         terms["k3"] = objective.beta_kl * k3(taken, fixed.base)

@@ -20,6 +20,7 @@ TOOL_WEIGHT = 0.25
 """of the RL term where a tool's result was the reaction; such turns are not distilled"""
 
 TEACHER_ROOM = 2
+THINKING_END = "</think>"
 
 HELD_OUT_EVERY = 4
 HELD_OUT = 2
@@ -79,6 +80,7 @@ def make_sample(
         reward=verdict.verdict,
         weight=TOOL_WEIGHT if tool_turn else 1.0,
         contexts=contexts,
+        ends_thinking=thinking_end(tokenizer),
     )
 
 
@@ -145,8 +147,15 @@ def make_rehearsal(
         reward=0,
         advantage=0.0,
         contexts=contexts,
+        ends_thinking=thinking_end(tokenizer),
         rehearsed=True,
     )
+
+
+def thinking_end(tokenizer: Tokenizer) -> int | None:
+    """The id that ends a thinking model's reasoning; None for a model that has none."""
+    ids = tokenizer.encode(THINKING_END)
+    return ids[0] if len(ids) == 1 else None
 
 
 def response_mask(sampled: Sampled) -> tuple[int, ...]:

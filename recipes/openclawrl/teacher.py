@@ -9,7 +9,7 @@ imports torch only to compute, so that contexts can be rendered in a process wit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from reef.recipe import Loss, Scorer, Tokenizer
@@ -215,7 +215,7 @@ def _fix(
 ) -> Anchor:
     import torch
 
-    from recipes.openclawrl.objective import anchor, pick
+    from recipes.openclawrl.objective import anchor, pick, thinking_at_stake
 
     def score(prompt_ids: Sequence[int]) -> Tensor:
         return (reference.logits(prompt_ids, sample.response_ids) / sample.tau).log_softmax(-1)
@@ -227,7 +227,11 @@ def _fix(
             _, teacher = choose_context(old, mask, sample.contexts, lambda c: score(c.prompt_ids), objective.support_k)
         if objective.beta_kl:
             base = pick(score(sample.prompt_ids), tokens)
-        return anchor(old, tokens, teacher, base, objective)
+        fixed = anchor(old, tokens, teacher, base, objective)
+        if sample.ends_thinking is None or teacher is None:
+            return fixed
+        at_stake = thinking_at_stake(old, tokens, sample.ends_thinking, objective.support_k)
+        return replace(fixed, thinking_ends=at_stake)
 
 
 def _replay_kl(batch: Batch, replay: tuple[Sequence[int], Sequence[int]], policy: Scorer, reference: Scorer) -> Tensor:

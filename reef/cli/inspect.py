@@ -132,7 +132,7 @@ def releases(store: Store = DEFAULT_STORE, json: Json = False) -> None:
         return
     print_table(
         "releases",
-        ("release", "from", "status", "turns", "loss by epoch", "KL to base", "seconds", "gate"),
+        ("release", "from", "status", "turns", "loss by epoch", "KL to base", "seconds", "heard to served", "gate"),
         [
             (
                 f"{r['scenario']}@{r['version']}",
@@ -142,11 +142,17 @@ def releases(store: Store = DEFAULT_STORE, json: Json = False) -> None:
                 losses(r["metrics"]),
                 r["metrics"].get("kl_to_base"),
                 f"{r['metrics'].get('seconds', 0):.0f}",
+                waited(r["reaction_to_serving_s"]),
                 failed_checks(r["gate"]) or "passed",
             )
             for r in rows
         ],
     )
+
+
+def waited(seconds: list[float] | None) -> str:
+    """How long the newest and the oldest reaction waited for the version that learned from them."""
+    return f"{seconds[0]:.0f}-{seconds[1]:.0f} s" if seconds else ""
 
 
 def losses(metrics: dict[str, Any]) -> str:

@@ -117,6 +117,9 @@ def train(
     publish: Annotated[
         bool, typer.Option("--publish", help="write the release and serve it if a service runs")
     ] = False,
+    now: Annotated[
+        bool, typer.Option("--now", help="have the running service train what waits, however few turns")
+    ] = False,
     step: Annotated[
         str | None, typer.Option("--step", help="dry run of a stored step again; 'last' for the newest")
     ] = None,
@@ -129,8 +132,11 @@ def train(
     Without a service on the store, --publish forms a step of the waiting judged turns, trains it here
     and records the release; the next `reef serve` serves it.
     """
-    if dry_run == publish:
-        raise ConfigError("choose one of --dry-run and --publish")
+    if dry_run + publish + now != 1:
+        raise ConfigError("choose one of --dry-run, --publish and --now")
+    if now:
+        demand(store)
+        return
     settings = load_config(config)
     settings = settings.model_copy(update={"store": settings.store.model_copy(update={"dir": store})})
     report = _dry_run(settings, step, turns) if dry_run else _publish(settings, turns)
@@ -138,6 +144,17 @@ def train(
         print_json(report)
         return
     print_report(report)
+
+
+def demand(store: Path) -> None:
+    """Ask the service that runs on this store for a step. Raises ReefError without a store."""
+    from reef.learner.steps import DEMAND
+
+    if not (store / "log.db").exists() and not (store / "steps").exists():
+        raise ReefError(f"no store in {store}")
+    (store / "steps").mkdir(exist_ok=True)
+    (store / "steps" / DEMAND).touch()
+    typer.echo("asked; `reef releases` shows the step's release when it is there")
 
 
 def _dry_run(settings: Config, step: str | None, turns: int | None) -> dict[str, Any]:

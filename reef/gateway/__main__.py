@@ -52,7 +52,14 @@ def gateway_app(config: Config) -> Starlette:
         redact_text=redactor.text if redactor else None,
     )
     reader = LogReader(log)
-    publisher = Publisher(engine, config.store.dir / "releases", writer.serving, reader.served())
+    publisher = Publisher(
+        engine,
+        config.store.dir / "releases",
+        writer.serving,
+        reader.served(),
+        max_loaded=config.engine.max_adapters,
+        joint=config.joint_chain,
+    )
     proxy = Proxy(config, engine, publisher, writer)
     kept = Kept(config.store.keep_days, int(config.store.keep_gb * 2**30) if config.store.keep_gb else None)
     upkeep = Upkeep(publisher, reader, shared(log), Retention(log, learn, writer, kept) if kept else None)

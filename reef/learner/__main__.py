@@ -60,6 +60,9 @@ def step_settings(config: Config, recipe: Recipe) -> StepSettings:
         epochs=config.train.epochs,
         seed=config.train.seed,
         max_attempts=config.train.max_attempts,
+        idle_s=config.train.idle_s,
+        min_batch=config.train.min_batch,
+        joint=config.joint_chain,
     )
 
 

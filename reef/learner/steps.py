@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import Row
 from ulid import ULID
 
 from reef.errors import ModelError, StoreError
@@ -31,6 +33,8 @@ from reef.train.sample import Sample
 log = logging.getLogger("reef.steps")
 
 
+DEMAND = "train-now"
+"""a file of this name in the steps folder asks for a step of what waits, however few"""
 REJECTED_SCALE = 0.5
 RECOVERY = 1.25
 
@@ -57,6 +61,28 @@ class StepSettings:
     epochs: int
     seed: int
     max_attempts: int
+    idle_s: float = 0.0
+    """a smaller batch is formed when its newest turn has waited this long; 0: it waits for more"""
+    min_batch: int = 2
+    """turns such a smaller batch has at least"""
+    joint: str | None = None
+    """the one chain that all scenarios share; None: each scenario has its own"""
+
+
+class Past:
+    """The newest accepted turns of the scenarios a batch touches, each read once."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._known: dict[str, list[JudgedTurn]] = {}
+
+    def of(self, scenario: str) -> list[JudgedTurn]:
+        if scenario not in self._known:
+            self._known[scenario] = self._turns.accepted(scenario)
+        return self._known[scenario]
+
+    def all(self) -> list[JudgedTurn]:
+        return [judged for known in self._known.values() for judged in known]
 
 
 class Steps:
@@ -78,28 +104,46 @@ class Steps:
             self._write_job(step)
         busy = {step.scenario for step in running}
         busy |= {release.scenario for release in self._learn.unpublished()}  # the next parent is not served yet
-        waiting: dict[str, list[str]] = {}
-        for row in self._learn.with_fate(Fate.JUDGED):
-            waiting.setdefault(row.scenario, []).append(row.id)
+        demanded = self._folder / DEMAND
+        at_once = demanded.exists()
         formed = []
-        for scenario, ids in waiting.items():
-            if scenario not in busy and (step := self._form(scenario, ids)) is not None:
+        for chain, rows in self._waiting().items():
+            size = self._size(rows, at_once)
+            if chain not in busy and size and (step := self._form(chain, rows, size)) is not None:
                 formed.append(step)
+        if at_once:
+            demanded.unlink(missing_ok=True)
         return formed
+
+    def _waiting(self) -> dict[str, list[Row[Any]]]:
+        """Judged turns by the chain that learns from them, in log order."""
+        waiting: dict[str, list[Row[Any]]] = {}
+        for row in self._learn.with_fate(Fate.JUDGED):
+            waiting.setdefault(self._settings.joint or row.scenario, []).append(row)
+        return waiting
+
+    def _size(self, rows: Sequence[Row[Any]], at_once: bool) -> int:
+        """How many turns a step would take now; 0 when more are to be waited for."""
+        full, have = self._settings.batch_size, len(rows)
+        if have >= full:
+            return full
+        if at_once:
+            return have
+        if not self._settings.idle_s or have < self._settings.min_batch:
+            return 0
+        newest = max(at for row in rows if (at := self._learn.since(row.id)) is not None)
+        return have if time.time() - newest >= self._settings.idle_s else 0
 
     def preview(self) -> Path | None:
         """Write the job that the waiting judged turns would make, however few; the store stays as it
         is. None when nothing trainable waits."""
-        waiting = self._learn.with_fate(Fate.JUDGED)
+        waiting = self._waiting()
         if not waiting:
             return None
-        scenario = waiting[0].scenario
-        parent, past = self._standing(scenario)
-        samples = []
-        for row in waiting:
-            made = self._make(row.id, parent, past) if row.scenario == scenario else None
-            if isinstance(made, Sample):
-                samples.append(made)
+        scenario, rows = next(iter(waiting.items()))
+        parent, past = self._standing(scenario), Past(self._turns)
+        made = [self._make(row, parent, past) for row in rows]
+        samples = [m for m in made if isinstance(m, Sample)]
         samples = samples[: self._settings.batch_size]
         if not samples:
             return None
@@ -109,15 +153,13 @@ class Steps:
         self._write(step, samples, past)
         return self._folder / step.id / "job.json"
 
-    def _form(self, scenario: str, ids: Sequence[str]) -> StepRow | None:
-        if len(ids) < self._settings.batch_size:
-            return None
-        parent, past = self._standing(scenario)
+    def _form(self, scenario: str, rows: Sequence[Row[Any]], size: int) -> StepRow | None:
+        parent, past = self._standing(scenario), Past(self._turns)
         samples = []
-        for id in ids:
-            if (sample := self._sample(id, parent, past)) is not None:
+        for row in rows:
+            if (sample := self._sample(row, parent, past)) is not None:
                 samples.append(sample)
-            if len(samples) == self._settings.batch_size:
+            if len(samples) == size:
                 break
         else:
             return None  # refusals left too few; the rest waits
@@ -142,39 +184,40 @@ class Steps:
         on_disk = [int(f.name[1:]) for f in folders if f.name[1:].isdigit()]
         return max(self._learn.newest_version(scenario), *on_disk, 0) + 1
 
-    def _standing(self, scenario: str) -> tuple[int, list[JudgedTurn]]:
-        """(served version, newest accepted turns): what a batch is formed against."""
-        return self._log.served().get(scenario, 0), self._turns.accepted(scenario)
+    def _standing(self, chain: str) -> int:
+        """The version a step starts from: the one being served."""
+        return self._log.served().get(chain, 0)
 
-    def _sample(self, id: str, current: int, past: Sequence[JudgedTurn]) -> Sample | None:
-        made = self._make(id, current, past)
+    def _sample(self, row: Row[Any], current: int, past: Past) -> Sample | None:
+        made = self._make(row, current, past)
         if isinstance(made, Refusal):
             with self._learn.begin() as c:
-                self._learn.set_fate(c, id, Fate(made.fate), "sample", made.reason)
+                self._learn.set_fate(c, row.id, Fate(made.fate), "sample", made.reason)
             return None
         return made
 
-    def _make(self, id: str, current: int, past: Sequence[JudgedTurn]) -> Sample | Refusal:
-        judged = self._turns.judged(id)
+    def _make(self, row: Row[Any], current: int, past: Past) -> Sample | Refusal:
+        judged = self._turns.judged(row.id)
         if judged is None or judged.turn.sampled is None:
             return Refusal(Fate.MISSING_LOGPROBS, "its record is gone")
         if current - judged.turn.sampled.version > self._settings.max_staleness:
             return Refusal(Fate.STALE, f"sampled by version {judged.turn.sampled.version}, now at {current}")
-        return self._recipe.sample(judged.turn, judged.verdict, past)
+        return self._recipe.sample(judged.turn, judged.verdict, past.of(row.scenario))
 
     def _write_job(self, step: StepRow) -> None:
         """Write the job of a stored step that has none: the learner died in between."""
         if (self._folder / step.id / "job.json").exists():
             return
-        past = self._turns.accepted(step.scenario)
-        made = [self._make(id, step.parent, past) for id in step.turns]
+        past = Past(self._turns)
+        rows = [row for id in step.turns if (row := self._learn.turn(id)) is not None]
+        made = [self._make(row, step.parent, past) for row in rows]
         samples = [m for m in made if isinstance(m, Sample)]
         samples, _ = self._recipe.form(samples, self._learn.last_carried(step.scenario))
         self._write(step, samples, past)
 
-    def _write(self, step: StepRow, samples: Sequence[Sample], past: Sequence[JudgedTurn]) -> None:
+    def _write(self, step: StepRow, samples: Sequence[Sample], past: Past) -> None:
         settings = self._settings
-        rehearsal = self._recipe.rehearse(past, step.version)
+        rehearsal = self._recipe.rehearse(past.all(), step.version)
         job = {
             "step": step.id,
             "scenario": step.scenario,

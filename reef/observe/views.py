@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from sqlalchemy import Engine, func, select
+from sqlalchemy import Connection, Engine, Row, func, select
 
 from reef.errors import NotFound
 from reef.sessions.fate import NOT_A_TURN, REACHED_JUDGE, WAITING, Fate
@@ -162,7 +162,16 @@ class Views:
         return busy
 
     def releases(self) -> list[dict[str, Any]]:
-        """Every release, oldest first."""
+        """Every release, oldest first; `reaction_to_serving_s` is how long the newest and the oldest
+        reaction it learned from waited until it served, null while it does not."""
         with self._learn.connect() as c:
-            rows = c.execute(select(releases).order_by(releases.c.scenario, releases.c.version))
-            return [dict(r._mapping) for r in rows]
+            rows = c.execute(select(releases).order_by(releases.c.scenario, releases.c.version)).all()
+            return [{**r._mapping, "reaction_to_serving_s": _waited(c, r)} for r in rows]
+
+
+def _waited(c: Connection, release: Row[Any]) -> list[float] | None:
+    if release.published is None:
+        return None
+    heard = select(func.max(bindings.c.time)).where(bindings.c.turn.in_(release.turns)).group_by(bindings.c.turn)
+    times = list(c.execute(heard).scalars())
+    return [round(release.published - t, 1) for t in (max(times), min(times))] if times else None

@@ -47,6 +47,7 @@ class Publisher:
         served: dict[str, int],
         *,
         max_loaded: int = MAX_LOADED,
+        joint: str | None = None,
     ) -> None:
         self._engine = engine
         self._releases = releases
@@ -56,11 +57,16 @@ class Publisher:
         self._loaded: dict[str, tuple[str, int]] = {}
         """in the engine, the one used last at the end"""
         self._max_loaded = max_loaded
+        self._joint = joint
         self._base: str | None = None
         self._lock = asyncio.Lock()
 
+    def chain(self, scenario: str) -> str:
+        """The chain of versions that answers a scenario: its own, or the one all share."""
+        return self._joint or scenario
+
     def version(self, scenario: str) -> int:
-        return self._served.get(scenario, 0)
+        return self._served.get(self.chain(scenario), 0)
 
     @property
     def served(self) -> dict[str, int]:
@@ -74,6 +80,7 @@ class Publisher:
     @asynccontextmanager
     async def lease(self, scenario: str) -> AsyncIterator[Lease]:
         """Hold the scenario's current version for one request."""
+        scenario = self.chain(scenario)
         version = self.version(scenario)
         name = await self.base_model()
         if version:
@@ -94,6 +101,7 @@ class Publisher:
     async def serve(self, scenario: str, version: int, by: str) -> None:
         """Serve `version` from the next request on. Raises NotFound for a version that is not there
         or was rejected, UpstreamError if the engine can't load it (nothing is switched then)."""
+        scenario = self.chain(scenario)
         async with self._lock:
             if version:
                 await self._load(scenario, version)

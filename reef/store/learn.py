@@ -156,6 +156,11 @@ class LearnStore:
             )
             return c.execute(query).scalar() or {}
 
+    def since(self, turn: str) -> float | None:
+        """When a turn's present fate began."""
+        with self._engine.connect() as c:
+            return c.execute(select(func.max(fates.c.time)).where(fates.c.turn == turn)).scalar()
+
     def outcomes(self, scenario: str) -> list[str]:
         """How a scenario's ended steps went, oldest first: released, rejected, failed, rolled_back."""
         with self._engine.connect() as c:

@@ -48,6 +48,8 @@ class Sample:
     advantage: float | None = None
     """set when the batch is formed, from the rewards in the order they arrived"""
     contexts: tuple[Context, ...] = ()
+    ends_thinking: int | None = None
+    """the id that ends a thinking model's reasoning"""
     rehearsed: bool = False
     """an accepted reply of an earlier step, trained once more: it is none of the step's turns"""
 
@@ -78,6 +80,7 @@ class Sample:
             weight=data["weight"],
             advantage=data["advantage"],
             contexts=tuple(Context(c["kind"], tuple(c["prompt_ids"]), c["text"]) for c in data["contexts"]),
+            ends_thinking=data.get("ends_thinking"),
             rehearsed=data.get("rehearsed", False),
         )
 

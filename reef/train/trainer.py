@@ -119,15 +119,15 @@ class Trainer:
         self._stand_at(job)
         self._at = None
         self.policy.reference.forget()
-        started = time.time()
+        started, worked = time.time(), time.process_time()
         before = self.policy.tensors()
         current = self._replies(job.scenario, job.parent)
         liked = gate.mean_logprob(self.policy, job.held_out)
-        gate_seconds = time.time() - started
+        gate_seconds, gate_cpu = time.time() - started, time.process_time() - worked
         batch = batch or self._batch(job)
         epochs = self._train(job, batch)
         after = self.policy.tensors()
-        started = time.time()
+        started, worked = time.time(), time.process_time()
         verdict = self._gate(job, before, after, epochs, current, liked)
         moved = math.sqrt(sum(float((after[n] - before[n]).square().sum()) for n in after))
         metrics = {
@@ -140,6 +140,7 @@ class Trainer:
             "kl_to_base": next((c.value for c in verdict.checks if c.name == "kl_to_base"), None),
             "train_seconds": sum(e["seconds"] for e in epochs),
             "gate_seconds": gate_seconds + time.time() - started,
+            "gate_cpu_seconds": gate_cpu + time.process_time() - worked,
         }
         return metrics, verdict
 
@@ -148,12 +149,13 @@ class Trainer:
             group["lr"] = job.lr
         records: list[dict[str, Any]] = []
         for _ in range(job.epochs):
-            started = time.time()
+            started, worked = time.time(), time.process_time()
             self._optimizer.zero_grad(set_to_none=True)
             terms = self._accumulate(batch, backward=True)
             norm = float(torch.nn.utils.clip_grad_norm_(list(self.policy.parameters()), 1.0))
             tokens = sum(s.tokens for s in batch.samples)
-            records.append({**terms, "grad_norm": norm, "tokens": tokens, "seconds": time.time() - started})
+            spent = {"seconds": time.time() - started, "cpu_seconds": time.process_time() - worked}
+            records.append({**terms, "grad_norm": norm, "tokens": tokens, **spent})
             if not (math.isfinite(norm) and math.isfinite(terms["loss"])):
                 break  # stepping would only spread it over every weight; the gate refuses the candidate
             self._optimizer.step()
