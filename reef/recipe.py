@@ -10,9 +10,10 @@ A recipe sees turns and past turns; it never sees a database, a server or anothe
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel
@@ -160,7 +161,10 @@ class Recipe(Protocol):
         ...
 
     def form(self, samples: Sequence[Sample], carried: Mapping[str, Any]) -> tuple[list[Sample], dict[str, Any]]:
-        """Finish a batch in arrival order (advantages); `carried` is what the last step returned."""
+        """Finish a batch in arrival order (advantages); `carried` is what the last step returned.
+
+        A key `lr_scale` in what is handed on scales this step's learning rate.
+        """
         ...
 
     def rehearse(self, past: Sequence[JudgedTurn], version: int) -> Rehearsal:
@@ -185,6 +189,10 @@ class RecipeTools:
     model_dir: str
     prm: Any
     """the `prm` section of serve.yaml: where the judge is"""
+    generate: Callable[[Sequence[Mapping[str, str]], int], Awaitable[list[str]]] | None = None
+    """so many replies of the untrained policy to these messages; None where no engine runs"""
+    folder: Path | None = None
+    """where a recipe may keep files of its own, beside the databases"""
 
 
 def load(name: str) -> type[Any]:

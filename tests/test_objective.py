@@ -31,6 +31,7 @@ from recipes.openclawrl.objective import (
     sample_loss,
     support,
     tail_bins,
+    thinking_at_stake,
 )
 
 STUDENT = torch.tensor([[3, 2, 1, 0.5, 0, -0.5, -1, -2]])
@@ -252,3 +253,26 @@ def test_presets_are_what_they_say() -> None:
     assert (OPENCLAW.distil, OPENCLAW.support_k, OPENCLAW.advantage) == ("openclaw_topk", 4, "raw")
     assert OPENCLAW.beta_kl == OPENCLAW.beta_replay == 0
     assert (REEF.distil, REEF.advantage, REEF.routing, REEF.w_rl) == ("jsd_full", "baseline", "always", 1.0)
+
+
+def test_a_rehearsed_reply_has_a_likelihood_term_and_no_rl() -> None:
+    tokens, mask = torch.tensor([1, 2, 3]), torch.ones(3)
+    logits = torch.randn(3, 8, requires_grad=True)
+    old = (logits.detach() / 0.7).log_softmax(-1)
+    fixed = anchor(old, tokens, None, None, REEF)
+    total, terms = sample_loss(logits, tokens, mask, torch.zeros(3), 0.7, fixed, 0.0, REEF, rehearsed=True)
+    assert set(terms) == {"logp", "rehearsal"}
+    assert float(total.detach()) == pytest.approx(-REEF.w_rehearse * terms["logp"], rel=1e-5)
+    total.backward()
+    grad = logits.grad
+    assert grad is not None and bool((grad.gather(-1, tokens.unsqueeze(-1)) < 0).all())
+
+
+def test_nothing_is_distilled_where_the_end_of_thinking_is_at_stake() -> None:
+    torch.manual_seed(0)
+    tokens, mask = torch.tensor([1, 5, 3, 2, 4]), torch.ones(5)
+    logits = torch.randn(5, 8)
+    logits[3, 5] = 9.0  # likely there, though not sampled
+    at_stake = thinking_at_stake(logits.log_softmax(-1), tokens, 5, 1)
+    assert at_stake.tolist() == [False, True, False, True, False]
+    assert opd_mask(mask, 2, at_stake).tolist() == [0, 0, 1, 0, 1]

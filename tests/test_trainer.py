@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from recipes.openclawrl import teacher
 from recipes.openclawrl.objective import REEF, Objective
+from recipes.openclawrl.processor import make_rehearsal, rehearsal
 from recipes.openclawrl.teacher import (
     HEADING,
     Demonstration,
@@ -30,7 +31,7 @@ from recipes.openclawrl.teacher import (
 )
 from reef.errors import ModelError
 from reef.model import ModelTokenizer
-from reef.recipe import Loss, Scorer
+from reef.recipe import JudgedTurn, Loss, Scorer, Turn, Verdict
 from reef.releases.chain import adapter_name, content_hash, list_releases, read_release, version_folder
 from reef.store.files import write_json
 from reef.train import checks, gate
@@ -38,6 +39,7 @@ from reef.train.jobs import Job, pending, work
 from reef.train.lora import WEIGHTS, Policy, Reference
 from reef.train.sample import Batch, Context, Sample
 from reef.train.trainer import OPTIMIZER, Trainer
+from reef.wire.exchange import Message, Sampled, Sampling
 
 ASK = [{"role": "user", "content": "Tom has 12 apples and gives 5 to Ann. Please show the steps."}]
 SHOWN = Demonstration("The train travels 60 miles in 2 hours.", "Its speed is 60 / 2 = 30 miles per hour.")
@@ -488,3 +490,67 @@ def test_a_broken_release_hides_no_other(policy: Policy, tokenizer: ModelTokeniz
     with pytest.raises(ModelError, match="content hash"):
         found[0].verify()
     assert list_releases(tmp_path, "nobody") == []
+
+
+# --- rehearsal ------------------------------------------------------------------------------------
+
+
+def accepted(tokenizer: ModelTokenizer, number: int, *, corrected: bool = False) -> JudgedTurn:
+    """An accepted reply, at once or after a complaint."""
+    asked = [Message("user", f"Question {number}?")]
+    if corrected:
+        asked += [Message("assistant", "1. a list"), Message("user", "no list please")]
+    reply = tuple(tokenizer.encode(f"he keeps {number}"))
+    prompt = tuple(tokenizer.render([{"role": m.role, "content": m.content} for m in asked]))
+    sampled = Sampled(prompt, reply, (-1.0,) * len(reply), (), 0, Sampling(0.7))
+    turn = Turn(
+        f"turn{number}",
+        "default",
+        f"s{number}",
+        tuple(asked),
+        Message("assistant", f"he keeps {number}"),
+        None,
+        sampled,
+    )
+    return JudgedTurn(turn, Verdict(1, 1, ((1, 1),)))
+
+
+def test_a_reply_accepted_after_corrections_is_rehearsed_as_the_first_answer(tokenizer: ModelTokenizer) -> None:
+    past = [accepted(tokenizer, k, corrected=True) for k in range(2)]
+    sample = make_rehearsal(past[1], past, tokenizer, max_tokens=200, max_contexts=1)
+    assert sample is not None and past[1].turn.sampled is not None
+    assert list(sample.prompt_ids) == tokenizer.render([{"role": "user", "content": "Question 1?"}])
+    assert sample.response_ids == past[1].turn.sampled.token_ids
+    assert (sample.rehearsed, sample.reward, sample.advantage) == (True, 0, 0.0)
+    assert [c.text for c in sample.contexts] == ["Question 0?\n---\nhe keeps 0"]
+    assert Sample.from_json(json.loads(json.dumps(sample.to_json()))) == sample
+    assert make_rehearsal(past[1], past, tokenizer, max_tokens=10, max_contexts=1) is None
+
+
+def test_what_the_gate_holds_out_is_never_rehearsed(tokenizer: ModelTokenizer) -> None:
+    past = [accepted(tokenizer, k) for k in range(16)]
+    chosen: set[str] = set()
+    held: set[str] = set()
+    for version in range(1, 20):
+        found = rehearsal(past, version, tokenizer, count=2, max_tokens=200, max_contexts=1)
+        assert len(found.trained) == 2 and len(found.held_out) == 2
+        chosen |= {s.turn for s in found.trained}
+        held |= {s.turn for s in found.held_out}
+    assert len(chosen) > 8 and not chosen & held
+    assert rehearsal([], 1, tokenizer, count=2, max_tokens=200, max_contexts=1).trained == ()
+
+
+def test_the_gate_refuses_a_candidate_that_unlearns_accepted_replies(
+    policy: Policy, tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    liked = a_sample(tokenizer, policy, "liked", 1)
+    unlearn = tuple(replace(s, reward=-1, advantage=-1.0, contexts=()) for s in (liked, replace(liked, turn="again")))
+    trainer = a_trainer(policy, tokenizer, tmp_path, limits=replace(WIDE, held_out_drop=0.05))
+    result = trainer.run(replace(a_job(unlearn, lr=1e-2, epochs=3), held_out=(liked,)))
+    assert result["status"] == "rejected" and result["gate"]["reason"].startswith("held_out_gain")
+
+
+def test_an_adapter_in_the_upper_layers_only_leaves_the_lower_ones_alone(tiny_model_dir: Path) -> None:
+    upper = Policy.load(tiny_model_dir, layers=0.5)
+    assert {name.split("layers.")[1][0] for name in upper.tensors()} == {"1"}
+    assert len(Policy.load(tiny_model_dir).tensors()) == 2 * len(upper.tensors())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from recipes.openclawrl.sessions import demonstrations
-from recipes.openclawrl.teacher import candidate_contexts, check_render
+from recipes.openclawrl.teacher import Demonstration, candidate_contexts, check_render
 from reef.recipe import JudgedTurn, Refusal, Rehearsal, Tokenizer, Turn, Verdict
 from reef.train.sample import Sample
 from reef.wire.exchange import Sampled
@@ -37,6 +37,7 @@ def make_sample(
     max_contexts: int,
     use_hints: bool,
     train_truncated: bool,
+    synthetic: Sequence[Demonstration] = (),
 ) -> Sample | Refusal:
     """The sample of a charged reply, or why there is none.
 
@@ -58,12 +59,12 @@ def make_sample(
         if problem is not None and not turn.tools:
             return Refusal("missing_logprobs", f"the teacher's prompt can't be rendered: {problem}")
         if problem is None:
-            hints = [verdict.hint] if verdict.hint and use_hints else []
+            hints = verdict.hint.splitlines() if verdict.hint and use_hints else []
             contexts = candidate_contexts(
                 tokenizer,
                 messages,
                 turn.reply.content,
-                demonstrations=demonstrations(turn, past, max_contexts),
+                demonstrations=[*demonstrations(turn, past, max_contexts), *synthetic],
                 hints=hints,
                 limit=max_contexts,
                 max_tokens=TEACHER_ROOM * max_tokens,

@@ -16,7 +16,12 @@ from reef.recipe import JudgedTurn, Loss, RecipeTools, Refusal, Rehearsal, Repor
 from reef.train.sample import Batch, Sample
 
 if TYPE_CHECKING:
+    from recipes.openclawrl.hindsight import Hindsight
     from recipes.openclawrl.objective import Objective
+
+
+CALMEST = 0.25
+"""the least a step is scaled down to where the user accepts everything"""
 
 
 class Config(BaseModel):
@@ -55,6 +60,12 @@ class Config(BaseModel):
         default=None, ge=0, description="accepted replies a step repeats; overrides the preset's number"
     )
     w_rehearse: float | None = Field(default=None, ge=0, description="overrides the weight of their likelihood")
+    hindsight: bool = Field(
+        default=True, description="until something is accepted: demonstrations by the base that knows the hint"
+    )
+    calm: bool = Field(
+        default=True, description="smaller steps as acceptance grows: lr times 1 - baseline, at least a quarter"
+    )
     max_contexts: int = Field(default=3, ge=1, le=3, description="candidate contexts for the teacher")
     use_hints: bool = Field(default=True, description="false: only accepted replies are shown to the teacher")
     max_turn_tokens: int = Field(default=2048, ge=16, description="longest prompt plus reply that is trained")
@@ -72,6 +83,7 @@ class OpenClawRL:
         self._tools = tools
         self._prm: Any = None
         self._objective: Objective | None = None
+        self._hindsight: Hindsight | None = None
 
     async def judge(self, turn: Turn) -> Verdict | None:
         from recipes.openclawrl.sessions import judged_history
@@ -82,7 +94,10 @@ class OpenClawRL:
         if turn.next is None:
             return None
         following = {"role": turn.next.role, "content": turn.next.text}
-        return await self._judge_model().judge(judged_history(turn), following)
+        verdict = await self._judge_model().judge(judged_history(turn), following)
+        if (hindsight := self._cold_start()) is not None:
+            await hindsight.consider(turn, verdict)
+        return verdict
 
     def sample(self, turn: Turn, verdict: Verdict, past: Sequence[JudgedTurn]) -> Sample | Refusal:
         from recipes.openclawrl.processor import make_sample
@@ -97,6 +112,7 @@ class OpenClawRL:
             max_contexts=self.config.max_contexts,
             use_hints=self.config.use_hints,
             train_truncated=self.config.train_truncated,
+            synthetic=hindsight.of(turn.scenario) if (hindsight := self._cold_start()) else (),
         )
 
     def form(self, samples: Sequence[Sample], carried: Mapping[str, Any]) -> tuple[list[Sample], dict[str, Any]]:
@@ -108,7 +124,10 @@ class OpenClawRL:
             [s.reward for s in samples], self._advantage_kind(), float(carried.get("baseline", 0.0))
         )
         formed = [replace(s, advantage=a) for s, a in zip(samples, advantages, strict=True)]
-        return formed, {"baseline": state}
+        if not self.config.calm:
+            return formed, {"baseline": state}
+        content = max(0.0, state if self._advantage_kind() == "baseline" else 0.0)
+        return formed, {"baseline": state, "lr_scale": max(CALMEST, 1.0 - content)}
 
     def rehearse(self, past: Sequence[JudgedTurn], version: int) -> Rehearsal:
         from recipes.openclawrl.processor import rehearsal
@@ -155,6 +174,20 @@ class OpenClawRL:
 
     def _advantage_kind(self) -> str:
         return self.config.advantage or ("raw" if self.config.objective == "openclaw" else "baseline")
+
+    def _cold_start(self) -> Hindsight | None:
+        """Hindsight demonstrations, where they are switched on and both engine and endpoint are there."""
+        tools, config = self._tools, self.config
+        if not config.hindsight or tools is None or tools.generate is None or tools.folder is None:
+            return None
+        if getattr(tools.prm, "backend", None) != "openai":
+            return None  # the embedded judge reads reactions; it can't examine a reply nobody reacted to
+        if self._hindsight is None:
+            from recipes.openclawrl.hindsight import Hindsight, endpoint_meets
+
+            meets = endpoint_meets(tools.prm.url, tools.prm.model, tools.prm.key, config.prm_timeout_s)
+            self._hindsight = Hindsight(tools.folder / "hindsight.jsonl", tools.generate, meets)
+        return self._hindsight
 
     def _judge_model(self) -> Any:
         if self._prm is None:

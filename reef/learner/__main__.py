@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,36 @@ from reef.store.retention import Pruning
 LOCK_WAIT_S = 20.0
 """for the learner of a service that was killed a moment ago to end"""
 
+HINDSIGHT_TOKENS = 256
+"""limit of a reply that a recipe asks of the untrained policy"""
+
 
 def make_recipe(config: Config, model_dir: Path) -> Recipe:
     """The configured recipe with its tools. Raises ConfigError or RecipeError."""
     from reef.model import ModelTokenizer
 
-    tools = RecipeTools(ModelTokenizer(model_dir), str(model_dir), config.prm)
+    generate = untrained(config) if config.engine.url else None
+    tools = RecipeTools(ModelTokenizer(model_dir), str(model_dir), config.prm, generate, config.store.dir)
     found = load(config.recipe_name)
     return found(recipe_config(config), tools)
+
+
+def untrained(config: Config) -> Callable[[Sequence[Mapping[str, str]], int], Awaitable[list[str]]]:
+    """Replies of the base model, asked of the engine directly: they are nobody's traffic."""
+    assert config.engine.url is not None
+    engine = EngineClient(config.engine.url, key=config.engine.key)
+
+    async def generate(messages: Sequence[Mapping[str, str]], n: int) -> list[str]:
+        body = {
+            "model": await engine.base_model(),
+            "messages": list(messages),
+            "temperature": config.policy.temperature,
+            "max_tokens": HINDSIGHT_TOKENS,
+        }
+        answers = await asyncio.gather(*(engine.chat(body) for _ in range(n)))
+        return [answer["choices"][0]["message"]["content"] or "" for answer in answers]
+
+    return generate
 
 
 def recipe_config(config: Config) -> Any:

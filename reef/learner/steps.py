@@ -227,7 +227,7 @@ class Steps:
             "samples": [sample.to_json() for sample in (*samples, *rehearsal.trained)],
             "held_out": [sample.to_json() for sample in rehearsal.held_out],
             "seed": settings.seed,
-            "lr": settings.lr * lr_scale(self._learn.outcomes(step.scenario)),
+            "lr": settings.lr * lr_scale(self._learn.outcomes(step.scenario)) * step.carried.get("lr_scale", 1.0),
             "epochs": settings.epochs,
             "carried": dict(step.carried),
         }

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from recipes.openclawrl.examples.openclawrl.trial.arms import ARMS
+from recipes.openclawrl.examples.openclawrl.trial.arms import ARMS, Arm, changed
 from recipes.openclawrl.examples.openclawrl.trial.persona import PERSONAS
 
 HERE = Path(__file__).parent
@@ -29,17 +29,17 @@ def main() -> int:
     for seed in _numbers(args.seeds):
         for arm in args.arms.split(","):
             for persona in args.personas.split(","):
-                _one(persona, arm, seed, args)
+                _one(persona, changed(ARMS[arm], args.tag, args.set), seed, args)
     return 0
 
 
-def _one(persona: str, arm: str, seed: int, args: argparse.Namespace) -> None:
+def _one(persona: str, arm: Arm, seed: int, args: argparse.Namespace) -> None:
     """Do one run unless it is done or somebody else does it."""
     from recipes.openclawrl.examples.openclawrl.trial.results import name_of, write_run
     from recipes.openclawrl.examples.openclawrl.trial.run import Run
     from reef.model import resolve
 
-    name = name_of(persona, arm, seed, args.sessions)
+    name = name_of(persona, arm.key, seed, args.sessions)
     if (args.results / f"{name}.csv").exists():
         return
     folder = args.work / name
@@ -57,8 +57,8 @@ def _one(persona: str, arm: str, seed: int, args: argparse.Namespace) -> None:
         def tell(line: str) -> None:
             print(f"{name} {line}", file=sys.stderr, flush=True)
 
-        run = Run(ARMS[arm], PERSONAS[persona](), seed, args.sessions, folder, resolve(args.model), tell=tell)
-        state = run.go()
+        run = Run(arm, PERSONAS[persona](), seed, args.sessions, folder, resolve(args.model), tell=tell)
+        state = run.go(args.trained)
         row = write_run(args.results, run, state)
         print(f"{name} done in {time.time() - started:.0f} s: {row}", flush=True)
 
@@ -80,6 +80,9 @@ def _arguments() -> argparse.Namespace:
     run.add_argument("--seeds", default="0-4", help="for example 0-4,7")
     run.add_argument("--personas", default="notebook", help=f"of {', '.join(PERSONAS)}")
     run.add_argument("--sessions", type=int, default=36)
+    run.add_argument("--trained", type=int, help="end early once so many turns are trained (the soak)")
+    run.add_argument("--tag", default="x", help="name of the settings given with --set")
+    run.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change a setting of the arms")
     run.add_argument("--model", default="default", help="the policy's model, as in serve.yaml")
     run.add_argument("--results", type=Path, default=RESULTS, help="where the rows go")
     run.add_argument("--work", type=Path, default=Path("runs/study"), help="where unfinished runs are kept")

@@ -1,22 +1,26 @@
 """What the study compares: each arm's recipe and training settings.
 
 Arms c to e minimise the published objective (raw reward, top-4 surrogate, no anchors) with batch, learning
-rate and epochs of the laptop, since sixteen turns a step would be three updates in a run. All arms that
+rate, epochs and layers of the laptop, since sixteen turns a step would be two updates in a run. All arms that
 distil draw their contexts from the same source: accepted replies first, the user's complaint where there
 is none. Knows no run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from recipes.openclawrl.recipe import Config
+from reef.errors import ConfigError
 
 TAU = 0.7
-LAPTOP = Config(batch_size=4, train_truncated=True, max_contexts=1, max_turn_tokens=300)
-PUBLISHED = LAPTOP.model_copy(update={"objective": "openclaw"})
+LAPTOP = Config(batch_size=2, train_truncated=True, max_contexts=1, max_turn_tokens=160)
+"""two turns a step, and only turns as short as a session's first reply: what a step costs is what a
+laptop has least of"""
+PUBLISHED = LAPTOP.model_copy(update={"objective": "openclaw", "calm": False})
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +32,11 @@ class Arm:
     memory_tokens: int = 256
     judge: Literal["rule", "embedded"] = "rule"
     recipe: Config = LAPTOP
-    lr: float = 6e-4
-    epochs: int = 3
+    lr: float = 1e-3
+    epochs: int = 2
     rank: int = 16
     alpha: int = 32
-    layers: float = 1.0
+    layers: float = 0.5
     """share of the layers that are adapted, the last ones"""
     max_kl: float = 0.1
 
@@ -42,7 +46,11 @@ class Arm:
         return self.learns or bool(self.memory)
 
 
-REEF = Arm("f", "preset reef", recipe=LAPTOP.model_copy(update={"use_hints": False, "w_rl": 0.3}))
+REEF = Arm(
+    "f",
+    "preset reef",
+    recipe=LAPTOP.model_copy(update={"use_hints": False, "w_rl": 0.3, "beta_kl": 0.0}),
+)
 
 ARMS: Mapping[str, Arm] = {
     arm.key: arm
@@ -57,3 +65,26 @@ ARMS: Mapping[str, Arm] = {
         replace(REEF, key="g", title="preset reef, embedded judge", judge="embedded"),
     )
 }
+
+
+def changed(arm: Arm, tag: str, settings: Sequence[str]) -> Arm:
+    """The arm with `name=value` settings laid over it, a recipe's as `recipe.name=value`; its key gets the
+    tag. Raises ConfigError for a name that is none or a value that does not fit."""
+    if not settings:
+        return arm
+    own: dict[str, Any] = {}
+    recipe = arm.recipe.model_dump()
+    for item in settings:
+        name, _, text = item.partition("=")
+        where, _, key = name.rpartition(".")
+        value = json.loads(text) if text[:1] in "-0123456789tfn" else text
+        if where == "recipe":
+            recipe[key] = value
+        elif not where and name in Arm.__dataclass_fields__:
+            own[name] = value
+        else:
+            raise ConfigError(f"{item}: not a setting of an arm")
+    try:
+        return replace(arm, key=f"{arm.key}-{tag}", recipe=Config(**recipe), **own)
+    except ValueError as error:
+        raise ConfigError(f"{', '.join(settings)}: {error}") from None

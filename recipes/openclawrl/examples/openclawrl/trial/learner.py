@@ -103,7 +103,7 @@ class InProcessLearner:
             samples=(*formed, *repeated.trained),
             held_out=repeated.held_out,
             seed=self._seed,
-            lr=self._arm.lr * lr_scale(standing.outcomes),
+            lr=self._arm.lr * lr_scale(standing.outcomes) * carried.get("lr_scale", 1.0),
             epochs=self._arm.epochs,
             carried=carried,
         )

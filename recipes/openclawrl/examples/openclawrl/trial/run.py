@@ -94,10 +94,12 @@ class Run:
         self._judge = EmbeddedPrm(model) if arm.judge == "embedded" else None
         self.judge_name = arm.judge
 
-    def go(self) -> State:
-        """Work to the end of the run."""
+    def go(self, trained: int | None = None) -> State:
+        """Work to the end of the run, or until so many turns are trained."""
         state = self.state
         while state.next_session < self.sessions or state.open:
+            if trained is not None and state.standing.trained >= trained:
+                break
             self._round()
             self._save()
         if state.held_out is None:
