@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,15 +86,16 @@ def test_a_harmful_batch_is_refused_not_served_and_explained(running: Stack, tin
 LOOPING = "ab" * 12
 
 
-def watched(s: Stack) -> int:
-    """Let the canaries look once; returns how many versions went back."""
+def watched(s: Stack, every_s: float = 0.0, between: Callable[[], None] = lambda: None) -> int:
+    """Let the watch look twice; returns how many versions went back."""
 
     async def look() -> int:
         engine = EngineClient(s.script_url)
-        canaries = Canaries(s.log, s.learn, engine, s.url, GateLimits(), 300.0)
+        canaries = Canaries(s.log, s.learn, engine, s.url, GateLimits(), every_s)
         async with httpx.AsyncClient() as http:
             back = await canaries.step(http)
-            assert await canaries.step(http) == 0  # not again before its time
+            await asyncio.to_thread(between)
+            back += await canaries.step(http)
         await engine.close()
         return back
 
@@ -138,9 +139,12 @@ def test_what_users_got_counts_too(running: Stack) -> None:
     """The canaries are fine, the replies in traffic repeat themselves."""
     two_versions(running)
     running.script.reply = lambda body: LOOPING if "tell me" in str(body) else "It is Rome."
-    for k in range(12):
-        running.ask([{"role": "user", "content": f"tell me {k}"}])
-    assert watched(running) == 1
+
+    def use() -> None:
+        for k in range(12):
+            running.ask([{"role": "user", "content": f"tell me {k}"}])
+
+    assert watched(running, 300.0, between=use) == 1
     row = running.learn.release("default", 2)
     assert row is not None and "live_repeated_4grams" in row.gate["reason"]
 

@@ -50,46 +50,49 @@ class Canaries:
     limits: GateLimits
     every_s: float
     _base: list[list[int]] | None = None
-    _looked: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """by scenario: the version that was looked at last, and when"""
+    _looked: dict[str, tuple[int, float, int]] = field(default_factory=dict)
+    """by scenario: the version looked at, when its canaries were due last, and the log's end then"""
 
     async def step(self, http: httpx.AsyncClient) -> int:
-        """Look at each scenario whose version is new or whose time has come; returns how many went back."""
-        back = 0
+        """Look at each scenario whose time has come or that was much used; returns how many went back.
+
+        A new version has just answered the canaries at the gate, so it is asked first after `every_s`.
+        """
+        back, now, end = 0, time.monotonic(), self.log.newest_seq()
         for scenario, version in self.log.served().items():
-            last, at = self._looked.get(scenario, (0, 0.0))
-            if not version or (last == version and time.monotonic() - at < self.every_s):
+            last, at, seq = self._looked.get(scenario, (0, 0.0, 0))
+            if last != version:
+                self._looked[scenario] = last, at, seq = version, now, end
+            due, used = now - at >= self.every_s, end - seq >= LIVE_REPLIES
+            if not version or not (due or used):
                 continue
             release = self.learn.release(scenario, version)
             if release is None or release.published is None or release.status != "released":
                 continue
-            self._looked[scenario] = version, time.monotonic()
+            self._looked[scenario] = version, now if due else at, end
+            checks = self.live(scenario, version, release.parent)
             try:
-                verdict = await self.look(scenario, version, release.parent)
+                checks += await self.ask(scenario, version) if due else []
             except UpstreamError as error:
                 log.warning("the canaries of %s could not be asked: %s", scenario, error)
-                continue
+            verdict = Verdict(tuple(checks))
             if not verdict.passed:
                 back += await self._take_back(http, scenario, version, verdict)
         return back
 
-    async def look(self, scenario: str, version: int, parent: int) -> Verdict:
-        """Check the version being served. Raises UpstreamError when the engine does not answer."""
+    async def ask(self, scenario: str, version: int) -> list[Check]:
+        """Check the canaries' replies under a version. Raises UpstreamError when the engine does not answer."""
         if self._base is None:
             self._base = await self._ask(await self.engine.base_model())
         said = await self._ask(adapter_name(scenario, version))
-        base = self._base
-        return Verdict(
-            (
-                at_most(
-                    "canary_repeated_4grams", mean_repeated(said), self.limits.repeated_4grams + mean_repeated(base)
-                ),
-                at_most("canary_missing_eos", unfinished(said), self.limits.missing_eos + unfinished(base)),
-                *self._live(scenario, version, parent),
-            )
-        )
+        repeated = self.limits.repeated_4grams + mean_repeated(self._base)
+        missing = self.limits.missing_eos + unfinished(self._base)
+        return [
+            at_most("canary_repeated_4grams", mean_repeated(said), repeated),
+            at_most("canary_missing_eos", unfinished(said), missing),
+        ]
 
-    def _live(self, scenario: str, version: int, parent: int) -> list[Check]:
+    def live(self, scenario: str, version: int, parent: int) -> list[Check]:
         """Checks on what users have got: repetition, and length against the parent's replies."""
         newest = self.log.newest_seq()
         lately: dict[int, list[tuple[int, ...]]] = {version: [], parent: []}

@@ -107,11 +107,12 @@ class Steps:
         demanded = self._folder / DEMAND
         at_once = demanded.exists()
         formed = []
-        for chain, rows in self._waiting().items():
+        waiting = self._waiting()
+        for chain, rows in waiting.items():
             size = self._size(rows, at_once)
             if chain not in busy and size and (step := self._form(chain, rows, size)) is not None:
                 formed.append(step)
-        if at_once:
+        if at_once and (formed or not waiting):
             demanded.unlink(missing_ok=True)
         return formed
 
