@@ -179,6 +179,10 @@ class TrainConfig(Section):
     layers: float = Field(
         default=1.0, gt=0, le=1, description="share of the layers that get an adapter, the last ones; fewer is faster"
     )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="of the frozen base; the adapter and its optimizer are always float32"
+    )
+    device: str = Field(default="cpu", description="where the trainer computes: cpu, cuda, cuda:1, ...")
     seed: int = Field(default=0, description="seed of the adapter's initial values")
     threads: int = Field(default=1, ge=1, description="torch threads of the trainer")
     idle_s: float = Field(

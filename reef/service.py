@@ -242,6 +242,8 @@ def trainer_command(config: Config, model_dir: Path, recipe_file: Path) -> list[
         *("--rank", str(config.train.rank)),
         *("--alpha", str(config.train.alpha)),
         *("--layers", str(config.train.layers)),
+        *("--dtype", config.train.dtype),
+        *("--device", config.train.device),
         "--follow-parent",
         *gate,
     ]
