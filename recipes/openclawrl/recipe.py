@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 CALMEST = 0.25
-"""the least a step is scaled down to where the user accepts everything"""
+"""what a step is scaled down to where the user accepts everything, or where nothing shows what is wanted"""
 
 
 class Config(BaseModel):
@@ -64,7 +64,8 @@ class Config(BaseModel):
         default=True, description="until something is accepted: demonstrations by the base that knows the hint"
     )
     calm: bool = Field(
-        default=True, description="smaller steps as acceptance grows: lr times 1 - baseline, at least a quarter"
+        default=True,
+        description="smaller steps as acceptance grows (lr times 1 - baseline, at least a quarter) or with no teacher",
     )
     max_contexts: int = Field(default=3, ge=1, le=3, description="candidate contexts for the teacher")
     use_hints: bool = Field(default=True, description="false: only accepted replies are shown to the teacher")
@@ -127,7 +128,8 @@ class OpenClawRL:
         if not self.config.calm:
             return formed, {"baseline": state}
         content = max(0.0, state if self._advantage_kind() == "baseline" else 0.0)
-        return formed, {"baseline": state, "lr_scale": max(CALMEST, 1.0 - content)}
+        led = any(s.contexts for s in samples)  # else it only learns what not to say, and Adam's step is as long
+        return formed, {"baseline": state, "lr_scale": max(CALMEST, 1.0 - content) if led else CALMEST}
 
     def rehearse(self, past: Sequence[JudgedTurn], version: int) -> Rehearsal:
         from recipes.openclawrl.processor import rehearsal
