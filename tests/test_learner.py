@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -63,8 +64,8 @@ def talk(s: Stack, opener: str, *reactions: str, **headers: str) -> list[str]:
     return receipts
 
 
-def steps_for(s: Stack, recipe: Rule, batch_size: int = 4, staleness: int = 8) -> Steps:
-    settings = StepSettings(batch_size, staleness, 1e-3, 1, 0, 2)
+def steps_for(s: Stack, recipe: Rule, batch_size: int = 4, staleness: int = 8, **more: Any) -> Steps:
+    settings = StepSettings(batch_size, staleness, 1e-3, 1, 0, 2, **more)
     return Steps(s.log, s.learn, Turns(s.log, s.learn), recipe, s.dir / "steps", settings)
 
 

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -127,33 +128,27 @@ def judged(running: Stack) -> Rule:
 
 
 def test_joint_learning_makes_one_chain_that_answers_everybody(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     with stack(tmp_path, policy__learning="joint", policy__scenario="all") as running:
         for k in range(2):
             for name in ("ann", "ben"):
                 talk(running, f"question {k} of {name}", THANKS, **{"x-reef-scenario": name})
         recipe = judged(running)
-        steps = steps_for(running, recipe)
-        steps._settings = replace(steps._settings, joint="all")
+        steps = steps_for(running, recipe, joint="all")
         (step,) = steps.form()
         assert (step.scenario, len(step.turns)) == ("all", 4)
         finish(running, steps, step.id)
-        client = running.client(**{"x-reef-scenario": "ann", "x-reef-by": "test"})
-        assert client.post("/../reef/releases/1/serve", cast_to=object) is not None
+        served = httpx.post(f"{running.url}/reef/releases/1/serve", headers={"x-reef-scenario": "ann"})
+        assert served.status_code == 200
         running.ask([{"role": "user", "content": "hello"}], **{"x-reef-scenario": "ben"})
         assert running.script.requests[-1]["model"] == "all@1"
 
 
 @pytest.mark.parametrize(("idle", "demanded", "formed"), [(0.0, False, 0), (0.001, False, 1), (0.0, True, 1)])
 def test_few_turns_train_after_idle_time_or_on_demand(tmp_path: Path, idle: float, demanded: bool, formed: int) -> None:
-    from dataclasses import replace
-
     with stack(tmp_path) as running:
         for k in range(2):
             talk(running, f"question {k}", THANKS)
-        steps = steps_for(running, judged(running))
-        steps._settings = replace(steps._settings, idle_s=idle)
+        steps = steps_for(running, judged(running), idle_s=idle)
         if demanded:
             (running.dir / "steps").mkdir(exist_ok=True)
             (running.dir / "steps" / "train-now").touch()
