@@ -39,7 +39,7 @@ def _one(persona: str, arm: Arm, seed: int, args: argparse.Namespace) -> None:
     from recipes.openclawrl.examples.openclawrl.trial.run import Run
     from reef.model import resolve
 
-    name = name_of(persona, arm.key, seed, args.sessions)
+    name = name_of(persona, arm, seed, args.sessions)
     if (args.results / f"{name}.csv").exists():
         return
     folder = args.work / name

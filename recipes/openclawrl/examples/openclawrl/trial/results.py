@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from recipes.openclawrl.examples.openclawrl.trial.arms import Arm
     from recipes.openclawrl.examples.openclawrl.trial.run import Run, State
 
 
-def name_of(persona: str, arm: str, seed: int, sessions: int) -> str:
-    return f"{persona}-{arm}-seed{seed:02d}-{sessions}"
+def name_of(persona: str, arm: Arm, seed: int, sessions: int) -> str:
+    """A run's name; other settings make another run."""
+    return f"{persona}-{arm.key}-seed{seed:02d}-{sessions}-{settings_hash(arm)}"
 
 
 def adapted_at(passes: Sequence[bool]) -> int | None:
@@ -34,7 +36,7 @@ def adapted_at(passes: Sequence[bool]) -> int | None:
 def write_run(folder: Path, run: Run, state: State) -> dict[str, Any]:
     """Write a finished run's CSV and its line; returns the line."""
     folder.mkdir(parents=True, exist_ok=True)
-    name = name_of(run.persona.name, run.arm.key, run.seed, run.sessions)
+    name = name_of(run.persona.name, run.arm, run.seed, run.sessions)
     talks = sorted(state.done, key=lambda t: t.index)
     rows = [
         {
@@ -76,20 +78,27 @@ def write_run(folder: Path, run: Run, state: State) -> dict[str, Any]:
         "generating_s": round(state.generating, 1),
         "training_s": round(state.training, 1),
         "judging_s": round(state.judging, 1),
-        "settings": settings_hash(run),
+        "settings": settings_hash(run.arm),
     }
     _write_csv(folder / f"{name}.csv", rows)
-    (folder / f"{name}.json").write_text(json.dumps({"run": line, "steps": steps, "arm": _arm(run)}, indent=1) + "\n")
+    (folder / f"{name}.json").write_text(
+        json.dumps({"run": line, "steps": steps, "arm": _arm(run.arm)}, indent=1) + "\n"
+    )
     return line
 
 
-def _arm(run: Run) -> dict[str, Any]:
-    return {**asdict(run.arm), "recipe": run.arm.recipe.model_dump()}
+def _arm(arm: Arm) -> dict[str, Any]:
+    return {**asdict(arm), "recipe": arm.recipe.model_dump()}
 
 
-def settings_hash(run: Run) -> str:
-    """Names an arm's settings, so that rows of different settings are never averaged."""
-    return hashlib.sha256(json.dumps(_arm(run), sort_keys=True).encode()).hexdigest()[:8]
+def settings_hash(arm: Arm) -> str:
+    """Names what of an arm's settings can matter, so that rows of different settings are never averaged."""
+    settings: dict[str, Any] = {"memory": arm.memory, "memory_tokens": arm.memory_tokens, "judge": arm.judge}
+    if arm.learns:
+        settings |= {**asdict(arm), "recipe": arm.recipe.model_dump(exclude_defaults=True)}
+    for name in ("title", "key"):
+        settings.pop(name, None)
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:6]
 
 
 def _write_csv(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
