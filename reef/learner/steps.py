@@ -32,9 +32,10 @@ from reef.train.sample import Sample
 
 log = logging.getLogger("reef.steps")
 
-
 DEMAND = "train-now"
 """a file of this name in the steps folder asks for a step of what waits, however few"""
+OLDEST = 4
+"""batches of waiting turns that are looked at: some may be refused"""
 REJECTED_SCALE = 0.5
 RECOVERY = 1.25
 
@@ -117,11 +118,16 @@ class Steps:
         return formed
 
     def _waiting(self) -> dict[str, list[Row[Any]]]:
-        """Judged turns by the chain that learns from them, in log order."""
-        waiting: dict[str, list[Row[Any]]] = {}
-        for row in self._learn.with_fate(Fate.JUDGED):
-            waiting.setdefault(self._settings.joint or row.scenario, []).append(row)
-        return waiting
+        """Each chain's oldest judged turns, in log order; asked for by scenario, so that none hides another."""
+        limit = OLDEST * self._settings.batch_size
+        found = {
+            scenario: self._learn.oldest_with(Fate.JUDGED, scenario, limit)
+            for scenario in self._learn.scenarios_with(Fate.JUDGED)
+        }
+        joint = self._settings.joint
+        if joint is None or not found:
+            return found
+        return {joint: sorted((row for rows in found.values() for row in rows), key=lambda row: row.seq)}
 
     def _size(self, rows: Sequence[Row[Any]], at_once: bool) -> int:
         """How many turns a step would take now; 0 when more are to be waited for."""

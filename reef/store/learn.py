@@ -86,6 +86,18 @@ class LearnStore:
         with self._engine.connect() as c:
             return list(c.execute(query.order_by(turns.c.seq).limit(limit)))
 
+    def scenarios_with(self, fate: Fate) -> list[str]:
+        """Scenarios that have a turn of this fate, by name."""
+        with self._engine.connect() as c:
+            query = select(turns.c.scenario).where(turns.c.fate == fate.value).distinct()
+            return sorted(c.execute(query).scalars())
+
+    def oldest_with(self, fate: Fate, scenario: str, limit: int) -> list[Row[Any]]:
+        """A scenario's oldest turns of a fate, in log order."""
+        with self._engine.connect() as c:
+            here = (turns.c.fate == fate.value) & (turns.c.scenario == scenario)
+            return list(c.execute(select(turns).where(here).order_by(turns.c.seq).limit(limit)))
+
     def turn(self, id: str) -> Row[Any] | None:
         with self._engine.connect() as c:
             return c.execute(select(turns).where(turns.c.id == id)).first()
