@@ -65,7 +65,7 @@ def bare(policy: Policy, samples: list[Sample]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="A training step against the bare pass.")
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--layers", type=float, default=1.0)

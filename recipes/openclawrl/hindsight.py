@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from recipes.openclawrl.sessions import opening_request
 from recipes.openclawrl.teacher import HEADING, Demonstration
@@ -20,7 +21,7 @@ from reef.recipe import Turn, Verdict
 
 Generate = Callable[[Sequence[Mapping[str, str]], int], Awaitable[list[str]]]
 """messages and a number: so many replies of the untrained policy"""
-Meets = Callable[[str, str, str], Awaitable[bool]]
+Meets = Callable[[str, str, str], Coroutine[Any, Any, bool]]
 """request, reply, wish: whether the reply does what was asked"""
 
 KEPT = 6

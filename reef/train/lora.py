@@ -34,7 +34,8 @@ class Policy:
         self.name = name
         self.reference = Reference(self)
         self.device = next(model.parameters()).device
-        eos: Any = model.get_base_model().generation_config.eos_token_id  # pyright: ignore[reportOptionalMemberAccess]
+        base: Any = model.get_base_model()
+        eos = base.generation_config.eos_token_id
         self.eos: tuple[int, ...] = (eos,) if isinstance(eos, int) else tuple(eos or (0,))
 
     @classmethod
