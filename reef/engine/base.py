@@ -153,7 +153,7 @@ def _answer(response: httpx.Response) -> dict[str, Any]:
     if response.status_code >= 400:
         raise _refused(response)
     try:
-        body = response.json()
+        body = orjson.loads(response.content)
     except ValueError:
         return {}  # vLLM answers adapter calls with plain text
     return body if isinstance(body, dict) else {}

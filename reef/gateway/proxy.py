@@ -193,20 +193,18 @@ class Proxy:
 
     def _sent(self, call: Call, lease: Lease) -> dict[str, Any]:
         policy = self._config.policy
-        sent = inject(
-            call.asked,
+        asked = dict(call.asked)
+        if policy.sampling == "train":
+            asked.update(temperature=policy.temperature, top_p=1.0, top_k=None, min_p=None)
+        elif asked.get("temperature") is None:
+            asked["temperature"] = policy.temperature
+        return inject(
+            asked,
             model=lease.model,
             top_logprobs=self._config.engine.top_logprobs,
             exact=self._exact,
             chat=call.dialect.api is not Api.COMPLETIONS,
         )
-        if policy.sampling == "train":
-            sent.update(temperature=policy.temperature, top_p=1.0)
-            for name in ("top_k", "min_p"):
-                sent.pop(name, None)
-        elif sent.get("temperature") is None:
-            sent["temperature"] = policy.temperature
-        return sent
 
     def _lost_adapter(self, error: UpstreamError, lease: Lease) -> bool:
         """A restarted engine does not know its adapters any more."""
