@@ -19,6 +19,7 @@ from reef.wire.toolcalls import InOrder, ToolCalls, What
 from tests.scripted_engine import ids, logprob
 from tests.stack import Stack, stack
 
+HTTP = httpx.Client(timeout=60, verify=False)  # one for all: each would load the system's certificates
 ASK: list[Any] = [{"role": "user", "content": "hello"}]
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
 
@@ -461,7 +462,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("route", "body", "field"), REFUSED)
 def test_what_cannot_be_done_is_refused_by_name(running: Stack, route: str, body: dict[str, Any], field: str) -> None:
-    response = httpx.post(f"{running.url}/v1/{route}", json=body)
+    response = HTTP.post(f"{running.url}/v1/{route}", json=body)
     assert response.status_code == 400, response.text
     if route.startswith("messages"):
         told = response.json()
@@ -535,11 +536,11 @@ def test_the_engine_gets_what_was_asked(running: Stack) -> None:
 def test_images_are_passed_on_or_refused_by_name(
     running: Stack, tmp_path: Path, route: str, body: dict[str, Any], field: str
 ) -> None:
-    assert httpx.post(f"{running.url}/v1/{route}", json=body).status_code == 200
+    assert HTTP.post(f"{running.url}/v1/{route}", json=body).status_code == 200
     (part,) = running.script.requests[-1]["messages"][-1]["content"]
     assert part["type"] == "image_url"
     with stack(tmp_path, engine__vision="false") as blind:
-        response = httpx.post(f"{blind.url}/v1/{route}", json=body)
+        response = HTTP.post(f"{blind.url}/v1/{route}", json=body)
         assert response.status_code == 400
         assert field in response.text
 

@@ -17,6 +17,7 @@ from reef.wire.exchange import Delivered, Exchange
 from tests.scripted_engine import ids
 from tests.stack import Stack, stack
 
+HTTP = httpx.Client(timeout=60, verify=False)  # one for all: each would load the system's certificates
 ASK: list[Any] = [{"role": "user", "content": "hello"}]
 BODIES: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": ASK, "stream": True},
@@ -57,7 +58,7 @@ def test_a_client_that_leaves_mid_stream_cancels_the_engine_and_keeps_its_prefix
     before = running.log.count()
     running.script.pause_s = 0.02
     running.script.reply = lambda _body: "x" * 500
-    with httpx.stream("POST", f"{running.url}/v1/{route}", json=BODIES[route]) as response:
+    with HTTP.stream("POST", f"{running.url}/v1/{route}", json=BODIES[route]) as response:
         seen = ""
         for line in response.iter_lines():
             if line.startswith("data: ") and '"x"' in line:
@@ -80,7 +81,7 @@ def test_a_client_may_leave_as_soon_as_it_has_its_tool_call(running: Stack, rout
         ({"role": "assistant", "tool_calls": [call]}, "call"),
         *([({"content": "more"}, "more")] * 200),
     ]
-    with httpx.stream("POST", f"{running.url}/v1/{route}", json=BODIES[route]) as response:
+    with HTTP.stream("POST", f"{running.url}/v1/{route}", json=BODIES[route]) as response:
         for line in response.iter_lines():
             if '{\\"a\\": 1}' in line:
                 break
@@ -97,7 +98,7 @@ def test_a_client_that_leaves_before_the_first_byte_is_recorded(running: Stack, 
     before = running.log.count()
     running.script.before_headers_s = 30
     with pytest.raises(httpx.TimeoutException):
-        httpx.post(f"{running.url}/v1/{route}", json={**BODIES[route], "stream": stream}, timeout=0.15)
+        HTTP.post(f"{running.url}/v1/{route}", json={**BODIES[route], "stream": stream}, timeout=0.15)
     exchange = new_record(running, before)
     assert (exchange.status, exchange.delivered, exchange.sampled) == (499, Delivered.NONE, None)
 
@@ -110,7 +111,7 @@ def test_an_engine_that_dies_mid_stream_is_no_clean_end(running: Stack, route: s
         running.script.break_after = 5
     else:
         running.script.error_event = "out of memory"
-    lines = list(httpx.post(f"{running.url}/v1/{route}", json=BODIES[route]).text.splitlines())
+    lines = list(HTTP.post(f"{running.url}/v1/{route}", json=BODIES[route]).text.splitlines())
     text = "\n".join(lines)
     for clean_end in ("[DONE]", "response.completed", "message_stop"):
         assert clean_end not in text
@@ -130,7 +131,7 @@ def test_a_failing_engine_is_asked_again_before_the_first_byte(
     before = running.log.count()
     running.script.failures = failures
     tried = len(failures) + 1
-    response = httpx.post(f"{running.url}/v1/chat/completions", json={"messages": ASK, "stream": stream}, timeout=30)
+    response = HTTP.post(f"{running.url}/v1/chat/completions", json={"messages": ASK, "stream": stream})
     assert response.status_code == 200
     assert len(running.script.requests) == tried
     exchange = new_record(running, before)
@@ -141,7 +142,7 @@ def test_a_failing_engine_is_asked_again_before_the_first_byte(
 def test_an_engine_that_keeps_failing_says_when_to_come_back(running: Stack) -> None:
     before = running.log.count()
     running.script.status, running.script.retry_after = 429, "0"
-    response = httpx.post(f"{running.url}/v1/messages", json={"messages": ASK, "max_tokens": 5}, timeout=30)
+    response = HTTP.post(f"{running.url}/v1/messages", json={"messages": ASK, "max_tokens": 5})
     assert (response.status_code, response.headers["retry-after"]) == (429, "0")
     assert response.json()["error"]["type"] == "rate_limit_error"
     assert len(running.script.requests) == 3
@@ -150,13 +151,13 @@ def test_an_engine_that_keeps_failing_says_when_to_come_back(running: Stack) -> 
 
 def test_nothing_is_asked_again_once_the_client_has_something(running: Stack) -> None:
     running.script.break_after = 1
-    httpx.post(f"{running.url}/v1/chat/completions", json={"messages": ASK, "stream": True}, timeout=30)
+    HTTP.post(f"{running.url}/v1/chat/completions", json={"messages": ASK, "stream": True})
     assert len(running.script.requests) == 1
 
 
 def test_a_bad_request_is_not_asked_again(running: Stack) -> None:
     running.script.status = 400
-    response = httpx.post(f"{running.url}/v1/chat/completions", json={"messages": ASK})
+    response = HTTP.post(f"{running.url}/v1/chat/completions", json={"messages": ASK})
     assert (response.status_code, len(running.script.requests)) == (400, 1)
 
 
@@ -176,7 +177,7 @@ def test_a_waiting_client_is_kept_alive(running: Stack, route: str, alive: str, 
         running.script.pause_s = 0.7
     else:
         running.script.before_headers_s = 0.9
-    text = httpx.post(f"{running.url}/v1/{route}", json=BODIES[route], timeout=30).text
+    text = HTTP.post(f"{running.url}/v1/{route}", json=BODIES[route]).text
     assert text[: text.index('"o"')].count(alive) >= 2
     assert new_record(running, before).delivered is Delivered.FULL
 
@@ -184,23 +185,24 @@ def test_a_waiting_client_is_kept_alive(running: Stack, route: str, alive: str, 
 def test_an_error_after_keep_alives_is_told_in_the_stream(running: Stack) -> None:
     before = running.log.count()
     running.script.before_headers_s, running.script.status = 0.5, 400
-    response = httpx.post(f"{running.url}/v1/messages", json=BODIES["messages"], timeout=30)
+    response = HTTP.post(f"{running.url}/v1/messages", json=BODIES["messages"])
     assert response.status_code == 200
     assert "event: error" in response.text and "scripted failure" in response.text
     assert new_record(running, before).status == 400
 
 
 def test_silence_and_length_are_bounded(tmp_path: Path) -> None:
-    limits = {"server__first_byte_timeout_s": "0.3", "server__total_timeout_s": "1.2", "engine__retries": "0"}
-    with stack(tmp_path, **limits) as running:
+    with stack(
+        tmp_path, server__first_byte_timeout_s="0.3", server__total_timeout_s="1.2", engine__retries="0"
+    ) as running:
         url = f"{running.url}/v1/chat/completions"
         running.script.before_headers_s = 5
-        response = httpx.post(url, json={"messages": ASK, "stream": True}, timeout=30)
+        response = HTTP.post(url, json={"messages": ASK, "stream": True})
         assert (response.status_code, "silent" in response.text) == (504, True)
-        assert httpx.post(url, json={"messages": ASK}, timeout=30).status_code == 504
+        assert HTTP.post(url, json={"messages": ASK}).status_code == 504
         running.script.before_headers_s, running.script.pause_s = 0, 0.1
         running.script.reply = lambda _body: "x" * 100
-        text = httpx.post(url, json={"messages": ASK, "stream": True}, timeout=30).text
+        text = HTTP.post(url, json={"messages": ASK, "stream": True}).text
         assert "too long" in text and "[DONE]" not in text
         assert [e.status for e in running.log.tail(0)] == [504, 504, 504]
 
@@ -208,7 +210,7 @@ def test_silence_and_length_are_bounded(tmp_path: Path) -> None:
 def test_an_engine_that_is_gone_leaves_a_record(tmp_path: Path) -> None:
     with stack(tmp_path, engine__url="http://127.0.0.1:9", engine__retries="0") as broken:
         for stream in (False, True):
-            response = httpx.post(f"{broken.url}/v1/chat/completions", json={"messages": ASK, "stream": stream})
+            response = HTTP.post(f"{broken.url}/v1/chat/completions", json={"messages": ASK, "stream": stream})
             assert response.status_code == 502
         assert [e.status for e in broken.log.tail(0)] == [502, 502]
 
@@ -216,7 +218,7 @@ def test_an_engine_that_is_gone_leaves_a_record(tmp_path: Path) -> None:
 def test_a_stream_that_is_no_answer_is_an_error_and_a_record(running: Stack) -> None:
     before = running.log.count()
     running.script.pieces = [({"role": "assistant", "tool_calls": 5}, "x")]
-    text = httpx.post(f"{running.url}/v1/responses", json=BODIES["responses"], timeout=30).text
+    text = HTTP.post(f"{running.url}/v1/responses", json=BODIES["responses"]).text
     assert "response.failed" in text and "not readable" in text
     assert new_record(running, before).status == 502
 
@@ -234,7 +236,7 @@ def test_a_swap_during_a_stream_leaves_the_stream_alone(running: Stack, tmp_path
     reader = threading.Thread(target=read)
     reader.start()
     time.sleep(0.2)
-    assert httpx.post(f"{running.url}/reef/releases/0/serve").status_code == 200
+    assert HTTP.post(f"{running.url}/reef/releases/0/serve").status_code == 200
     reader.join(20)
     assert "".join(text) == "x" * 40
     exchange = new_record(running, before)
@@ -268,4 +270,4 @@ def test_no_record_is_lost_or_doubled_when_clients_leave_at_every_moment(running
     assert len(records) >= len(running.script.requests) > 0
     assert len({r.id for r in records}) == len(records)
     assert {r.delivered for r in records} <= set(Delivered)
-    httpx.post(f"{running.url}/v1/chat/completions", json={"messages": ASK}).raise_for_status()
+    HTTP.post(f"{running.url}/v1/chat/completions", json={"messages": ASK}).raise_for_status()

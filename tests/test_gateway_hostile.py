@@ -19,6 +19,7 @@ from reef.wire.answer import Answer, inject, sampling_of
 from reef.wire.images import first_media
 from tests.stack import Stack, stack
 
+HTTP = httpx.Client(timeout=60, verify=False)  # one for all: each would load the system's certificates
 ASK: list[Any] = [{"role": "user", "content": "hello"}]
 GOOD: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": ASK},
@@ -54,7 +55,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.mark.parametrize("route", GOOD)
 @pytest.mark.parametrize("body", RAW.values(), ids=RAW.keys())
 def test_bad_bodies_get_a_400_in_the_dialect(running: Stack, route: str, body: bytes) -> None:
-    response = httpx.post(f"{running.url}/v1/{route}", content=body)
+    response = HTTP.post(f"{running.url}/v1/{route}", content=body)
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error" and error["message"]
@@ -101,18 +102,16 @@ def test_junk_in_any_field_is_refused_or_translated(route: str) -> None:
 
 
 def test_escaped_nul_is_text_and_survives(running: Stack) -> None:
-    response = httpx.post(
-        f"{running.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "a\0b"}]}
-    )
+    response = HTTP.post(f"{running.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "a\0b"}]})
     assert response.json()["choices"][0]["message"]["content"] == "reply to a\0b"
     exchange = running.log.get(response.headers["x-reef-agent-record-id"])
     assert exchange is not None and exchange.request["messages"][0]["content"] == "a\0b"
-    assert httpx.get(f"{running.url}/reef/turns/%00").status_code == 404
-    assert httpx.get(f"{running.url}/v1/responses/resp_%00").status_code == 404
+    assert HTTP.get(f"{running.url}/reef/turns/%00").status_code == 404
+    assert HTTP.get(f"{running.url}/v1/responses/resp_%00").status_code == 404
 
 
 def test_headers_over_the_limit_get_a_431(running: Stack) -> None:
-    response = httpx.post(f"{running.url}/v1/messages", json=GOOD["messages"], headers={"x-long": "x" * 9000})
+    response = HTTP.post(f"{running.url}/v1/messages", json=GOOD["messages"], headers={"x-long": "x" * 9000})
     assert response.status_code == 431
     assert response.json()["type"] == "error"
 
@@ -123,17 +122,17 @@ def test_bodies_over_the_limit_get_a_413(tmp_path: Path, route: str, chunked: bo
     with stack(tmp_path, server__max_body_mb="0.01") as small:
         body = json.dumps({**GOOD[route], "user": "x" * 20_000}).encode()
         content = (body[at : at + 999] for at in range(0, len(body), 999)) if chunked else body
-        response = httpx.post(f"{small.url}/v1/{route}", content=content)
+        response = HTTP.post(f"{small.url}/v1/{route}", content=content)
         assert response.status_code == 413
-        assert httpx.post(f"{small.url}/v1/{route}", json=GOOD[route]).status_code == 200
+        assert HTTP.post(f"{small.url}/v1/{route}", json=GOOD[route]).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/messages/nothing", "/v1/nothing", "/nothing"])
 def test_unknown_routes_and_methods_answer_in_the_dialect(running: Stack, path: str) -> None:
-    response = httpx.get(f"{running.url}{path}")
+    response = HTTP.get(f"{running.url}{path}")
     assert response.status_code == 404
     assert ("type" in response.json()) == ("messages" in path)
-    assert httpx.get(f"{running.url}/v1/messages").status_code == 405
+    assert HTTP.get(f"{running.url}/v1/messages").status_code == 405
 
 
 def test_keys_come_from_the_environment_and_bind_scenario_and_name(tmp_path: Path) -> None:
@@ -144,7 +143,7 @@ def test_keys_come_from_the_environment_and_bind_scenario_and_name(tmp_path: Pat
 
         def post(headers: dict[str, str], route: str = "chat/completions") -> httpx.Response:
             raw = httpx.Headers(headers, encoding="utf-8")
-            return httpx.post(f"{running.url}/v1/{route}", json=GOOD[route], headers=raw)
+            return HTTP.post(f"{running.url}/v1/{route}", json=GOOD[route], headers=raw)
 
         for wrong in ({}, {"x-api-key": "aa"}, {"authorization": "Basic aaa"}, {"authorization": "Bearer"}):
             assert post(wrong).status_code == 401
@@ -163,11 +162,11 @@ def test_keys_come_from_the_environment_and_bind_scenario_and_name(tmp_path: Pat
         ]
         assert "schl" not in json.dumps(third.headers)
         for path in ("reef/sessions", f"reef/turns/{first.id}"):
-            assert httpx.get(f"{running.url}/{path}", headers={"x-api-key": "aaa"}).status_code == 403
-        assert httpx.get(f"{running.url}/reef/sessions", headers={"x-api-key": "bbb"}).status_code == 200
+            assert HTTP.get(f"{running.url}/{path}", headers={"x-api-key": "aaa"}).status_code == 403
+        assert HTTP.get(f"{running.url}/reef/sessions", headers={"x-api-key": "bbb"}).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "'::'", "192.168.1.2", "example.org"])
 def test_without_keys_only_loopback_is_served(host: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.keys"):
         load_config(None, [("server.host", host)], {})
@@ -177,10 +176,8 @@ def test_a_turn_can_be_kept_out_of_training_and_models_can_be_strict(tmp_path: P
     with stack(tmp_path, server__models="strict") as running:
         for route, body in GOOD.items():
             url = f"{running.url}/v1/{route}"
-            refused = httpx.post(url, json={**body, "model": "gpt-9"})
+            refused = HTTP.post(url, json={**body, "model": "gpt-9"})
             assert (refused.status_code, "does not exist" in refused.text) == (404, True)
-            assert (
-                httpx.post(url, json={**body, "model": "default"}, headers={"x-reef-train": "off"}).status_code == 200
-            )
+            assert HTTP.post(url, json={**body, "model": "default"}, headers={"x-reef-train": "off"}).status_code == 200
         running.observer().step()
         assert running.fates() == {"opted_out": len(GOOD)}
