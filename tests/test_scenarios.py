@@ -90,7 +90,7 @@ def test_eight_scenarios_with_opposite_wishes_learn_in_one_process_and_each_serv
         for scenario in (*EIGHT, *reversed(EIGHT)):
             async with publisher.lease(scenario) as lease:
                 body = {"model": lease.model, "messages": ASK, "temperature": 0, "max_tokens": 24}
-                answer = await engine.chat(body)
+                answer = await engine.post("/v1/chat/completions", body)
                 answers.append(answer["choices"][0]["message"]["content"])
         loaded = sum(publisher.is_loaded(f"{s}@2") for s in EIGHT)
         assert loaded <= 3, "idle scenarios make room"

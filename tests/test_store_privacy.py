@@ -209,7 +209,7 @@ def test_a_pattern_that_is_no_expression_is_a_clear_error() -> None:
 
 def test_what_is_redacted_is_never_stored_and_trains_nothing_but_still_matches(tmp_path: Path) -> None:
     settings = {"store__redact": "[emails, cards]", "store__redact_patterns": "{name: Quill\\w+}"}
-    with stack(tmp_path, **settings) as s:
+    with stack(tmp_path, **settings) as s:  # pyright: ignore[reportArgumentType]
         first, second = talk(s, "I am ann@example.org, Quillfeather, 4111111111111111", "thanks")
         httpx.post(f"{s.url}/reef/report", json={"references": [first], "feedback": "from bob@example.org"})
         stored = s.log.get(first)

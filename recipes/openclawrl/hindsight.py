@@ -40,10 +40,7 @@ class Hindsight:
         self._kept: dict[str, list[Demonstration]] = {}
         self._hints: dict[str, list[str]] = {}
         self._tried: set[tuple[str, str]] = set()
-        if file.exists():
-            for line in file.read_text(encoding="utf-8").splitlines():
-                row = json.loads(line)
-                self._keep(row["scenario"], Demonstration(row["request"], row["reply"], synthetic=True))
+        self._read()
 
     def of(self, scenario: str) -> list[Demonstration]:
         """What stands in for accepted replies, newest first."""
@@ -70,6 +67,26 @@ class Hindsight:
         log.info("hindsight for %s: %d of %d replies meet the wish", turn.id, len(good), len(replies))
         if good:
             self._write(turn, wish, min(good, key=len))
+
+    def forget(self, turns: Sequence[str]) -> None:
+        """Drop what was made from turns whose words were erased."""
+        if not self._file.exists():
+            return
+        rows = [json.loads(line) for line in self._file.read_text(encoding="utf-8").splitlines()]
+        kept = [row for row in rows if row["turn"] not in turns]
+        if len(kept) < len(rows):
+            replacement = self._file.with_suffix(".new")
+            replacement.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept), encoding="utf-8")
+            replacement.replace(self._file)
+            self._kept.clear()
+            self._hints.clear()  # they hold words of the erased turns, too
+            self._read()
+
+    def _read(self) -> None:
+        if self._file.exists():
+            for line in self._file.read_text(encoding="utf-8").splitlines():
+                row = json.loads(line)
+                self._keep(row["scenario"], Demonstration(row["request"], row["reply"], synthetic=True))
 
     def _keep(self, scenario: str, shown: Demonstration) -> None:
         self._kept[scenario] = [*self._kept.get(scenario, []), shown][-KEPT:]

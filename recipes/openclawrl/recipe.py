@@ -177,6 +177,12 @@ class OpenClawRL:
     def _advantage_kind(self) -> str:
         return self.config.advantage or ("raw" if self.config.objective == "openclaw" else "baseline")
 
+    def forget(self, turns: Sequence[str]) -> None:
+        """Drop what the recipe keeps of turns whose words were erased."""
+        cold = self._cold_start()
+        if cold is not None:
+            cold.forget(turns)
+
     def _cold_start(self) -> Hindsight | None:
         """Hindsight demonstrations, where they are switched on and both engine and endpoint are there."""
         tools, config = self._tools, self.config

@@ -107,13 +107,12 @@ def make_learner(config: Config, recipe: Recipe, gateway: GatewayAdmin | None) -
     if config.train.enabled:
         folder = config.store.dir / "steps"
         steps = Steps(log, learn, turns, recipe, folder, step_settings(config, recipe))
-    erasing = Erasing(log, learn, engine, config.store.dir / "steps")
+    forget = [observer.forget, *([recipe.forget] if hasattr(recipe, "forget") else [])]
+    erasing = Erasing(log, learn, engine, config.store.dir / "steps", forget)
     keep = config.store.keep_releases
     pruning = Pruning(config.store.dir / "releases", engine, log, keep) if keep else None
     canaries = make_canaries(config, log, learn, gateway)
-    return Learner(
-        log, learn, observer, judging, steps, gateway, canaries, erasing=erasing, pruning=pruning, lock=lock
-    )
+    return Learner(log, learn, observer, judging, steps, gateway, canaries, erasing=erasing, pruning=pruning, lock=lock)
 
 
 def make_canaries(config: Config, log: LogReader, learn: LearnStore, gateway: GatewayAdmin | None) -> Canaries | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from sqlalchemy import Engine
@@ -25,10 +25,19 @@ CURSOR = "erasures"
 
 
 class Erasing:
-    def __init__(self, log_reader: LogReader, learn: LearnStore, engine: Engine, steps: Path) -> None:
+    def __init__(
+        self,
+        log_reader: LogReader,
+        learn: LearnStore,
+        engine: Engine,
+        steps: Path,
+        forget: Sequence[Callable[[Sequence[str]], None]] = (),
+    ) -> None:
+        """`forget`: what else has to drop what it remembers of turns."""
         self._log = log_reader
         self._learn = learn
         self._engine = engine
+        self._forget = tuple(forget)
         self._ended = steps / ENDED
         self._cursor = learn.cursor(CURSOR)
         self._unclean: dict[str, set[str]] = {}
@@ -43,6 +52,8 @@ class Erasing:
             with self._learn.begin() as c:
                 erase_in_learn(c, row.turns, row.why)
                 self._learn.advance(c, CURSOR, row.seq)
+            for drop in self._forget:
+                drop(row.turns)
             self._cursor = row.seq
             self._remember(row.turns)
             self._scrub = True

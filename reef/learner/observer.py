@@ -9,6 +9,7 @@ and no trainer.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sqlalchemy import Connection
@@ -91,6 +92,11 @@ class Observer:
             with self._learn.begin() as c:
                 self._archive.prune(c, now - self._config.horizon_days * 86400)
         return len(old) + len(due)
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Drop exchanges whose words were erased from the matcher's memory."""
+        for id in ids:
+            self._matcher.index.drop(id)
 
     def _new_matcher(self) -> Matcher:
         config = self._config

@@ -202,6 +202,13 @@ class Index:
         self._insert(node)
         self.changed(node)
 
+    def drop(self, id: str) -> None:
+        """Forget an exchange, here and now."""
+        self.touched.pop(id, None)
+        node = self._nodes.pop(id, None)
+        if node is not None:
+            self._unkey(node)
+
     def trim(self) -> None:
         """Forget what was longest untouched, down to the capacity. What the archive was not told stays."""
         while len(self._nodes) > self._capacity:
@@ -210,12 +217,15 @@ class Index:
                 return
             self._complete = self._complete and isinstance(self._archive, Nowhere)
             del self._nodes[id]
-            for k in node.keys:
-                left = tuple(i for i in self._by.get(k, ()) if i != id)
-                if left:
-                    self._by[k] = left
-                else:
-                    self._by.pop(k, None)
+            self._unkey(node)
+
+    def _unkey(self, node: Node) -> None:
+        for k in node.keys:
+            left = tuple(i for i in self._by.get(k, ()) if i != node.id)
+            if left:
+                self._by[k] = left
+            else:
+                self._by.pop(k, None)
 
     def _insert(self, node: Node) -> None:
         self._nodes[node.id] = node

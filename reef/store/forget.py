@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Engine, select, text, update
+from sqlalchemy import Connection, Engine, delete, select, text, update
 
 from reef.sessions.fate import WAITING, Fate
 from reef.store.schema import (
@@ -21,6 +21,8 @@ from reef.store.schema import (
     erasures,
     exchanges,
     fates,
+    match_keys,
+    match_nodes,
     releases,
     reports,
     steps,
@@ -63,6 +65,8 @@ def erase_in_learn(c: Connection, ids: Sequence[str], why: str) -> None:
         c.execute(update(turn_reports).where(turn_reports.c.turn.in_(some)).values(feedback=None))
         c.execute(update(turns).where(turns.c.id.in_(some)).values(reason=""))
         c.execute(update(fates).where(fates.c.turn.in_(some)).values(reason=""))
+        c.execute(delete(match_keys).where(match_keys.c.id.in_(some)))
+        c.execute(delete(match_nodes).where(match_nodes.c.id.in_(some)))
         if why == FORGOTTEN:
             waiting = select(turns.c.id).where(turns.c.id.in_(some), turns.c.fate.in_([f.value for f in WAITING]))
             for turn in c.execute(waiting).scalars().all():

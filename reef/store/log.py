@@ -66,6 +66,7 @@ class LogReader:
                 return
             yield from map(_exchange, rows)
             at = rows[-1].seq
+
     def newest_seq(self) -> int:
         with self._engine.connect() as connection:
             return connection.execute(select(func.max(exchanges.c.seq))).scalar() or 0
