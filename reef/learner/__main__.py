@@ -60,7 +60,7 @@ def untrained(config: Config) -> Callable[[Sequence[Mapping[str, str]], int], Aw
             "temperature": config.policy.temperature,
             "max_tokens": HINDSIGHT_TOKENS,
         }
-        answers = await asyncio.gather(*(engine.chat(body) for _ in range(n)))
+        answers = await asyncio.gather(*(engine.post("/v1/chat/completions", body) for _ in range(n)))
         return [answer["choices"][0]["message"]["content"] or "" for answer in answers]
 
     return generate
@@ -107,7 +107,8 @@ def make_learner(config: Config, recipe: Recipe, gateway: GatewayAdmin | None) -
     if config.train.enabled:
         folder = config.store.dir / "steps"
         steps = Steps(log, learn, turns, recipe, folder, step_settings(config, recipe))
-    forget = [observer.forget, *([recipe.forget] if hasattr(recipe, "forget") else [])]
+    also = getattr(recipe, "forget", None)  # a recipe that keeps words of its own
+    forget = [observer.forget, also] if also else [observer.forget]
     erasing = Erasing(log, learn, engine, config.store.dir / "steps", forget)
     keep = config.store.keep_releases
     pruning = Pruning(config.store.dir / "releases", engine, log, keep) if keep else None

@@ -114,14 +114,15 @@ class Canaries:
         """The greedy replies to the canaries, as token ids; one that ended has a final -1."""
         replies = []
         for request in CANARIES:
-            answer: dict[str, Any] = await self.engine.chat(
+            answer: dict[str, Any] = await self.engine.post(
+                "/v1/chat/completions",
                 {
                     "model": model,
                     "messages": [{"role": "user", "content": request}],
                     "temperature": 0,
                     "max_tokens": CANARY_TOKENS,
                     "return_token_ids": True,
-                }
+                },
             )
             choice = answer["choices"][0]
             ended = [ENDED] if choice.get("finish_reason") == "stop" else []

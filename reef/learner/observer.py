@@ -28,8 +28,6 @@ REBUILD = 50_000
 """exchanges before the cursor that are read again where the matcher's memory is empty"""
 PRUNE_S = 3600.0
 """pause between two looks for what is older than the horizon"""
-JUDGEABLE = REOPENS | {Fate.QUEUED, Fate.JUDGED, Fate.NEUTRAL}
-"""fates in which a turn can still be given another next state"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +147,13 @@ class Observer:
             learn.revise_turn(c, revision.id, turn_type=revision.turn_type)
         if revision.fate is not None and learn.fate_in(c, revision.id) in REOPENS | {Fate.SIDE_TASK}:
             learn.set_fate(c, revision.id, revision.fate, cause.method, revision.reason, at=at)
-        if revision.rebound:
-            self._waiting.pop(revision.id, None)
-            learn.revise_turn(c, revision.id, binds=revision.binds)
-            state = revision.next_state
-            if revision.binds and state and learn.fate_in(c, revision.binds) in JUDGEABLE:
-                learn.bind(c, revision.binds, revision.id, state.role, state.text, at)
+        if revision.rebound and revision.binds is None:
+            if self._waiting.pop(revision.id, None):  # what the judge has been given stays
+                learn.revise_turn(c, revision.id, binds=None)
+        elif revision.rebound and revision.binds and revision.next_state:
+            if learn.fate_in(c, revision.binds) in REOPENS:
+                learn.revise_turn(c, revision.id, binds=revision.binds)
+                learn.bind(c, revision.binds, revision.id, revision.next_state.role, revision.next_state.text, at)
                 self._queue(c, revision.binds, "revised", revision.reason, at)
         elif revision.firm and revision.id in self._waiting:
             self._hand_on(c, revision.id, revision.reason, at)

@@ -9,7 +9,7 @@ the order and the thresholds; it reads the index and changes nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from reef.sessions.digest import digest, extend, fold, join, opening, openings, words
@@ -120,11 +120,20 @@ class Finder:
         variants = [key(ask.scope, By.REPLY, v) for v in _variants(t.atoms[group.start : group.end])]
         nodes = self._index.under_any([key(ask.scope, By.CALL, digest("call", id)) for id in t.results])
         same = [n for n in nodes if any(v in n.keys for v in variants)]
+        for narrower in (self._in_place(ask, group), lambda n: not n.continued):
+            same = [n for n in same if narrower(n)] if len(same) > 1 else same
         if len(same) != 1:
             return None
         whole = same[0].chain == t.chains[group.end]
         reason = "it answers the tool calls of that reply, by their ids"
         return self._settle(ask, same, group, "prefix" if whole else "reply_anchor", 1.0 if whole else 0.98, reason)
+
+    def _in_place(self, ask: Ask, group: Group) -> Callable[[Node], bool]:
+        """Whether a reply stood after the same atom as `group` does."""
+        t = ask.transcript
+        one, _ = agreement(t.atoms[: group.start])
+        wanted = {key(ask.scope, By.REPLY_1, join((v, one))) for v in _variants(t.atoms[group.start : group.end])}
+        return lambda n: not wanted.isdisjoint(n.keys)
 
     def _by_group(self, ask: Ask) -> Found | None:
         """The newest reply under the same id and of the same kind of request, where the transcript is mute.
@@ -171,10 +180,11 @@ class Finder:
                 if found:
                     return found
         said = _said(reply)
-        echoed = next((a.text for a in reversed(before) if a.kind == USER), "")
+        last = next((a for a in reversed(before) if a.kind == USER), None)
+        echoed = last.text if last else ""
         for variant in _variants(reply):
             nodes = self._index.under(key(ask.scope, By.REPLY, variant))
-            alike = [n for n in nodes if wraps(n.asked, echoed)]
+            alike = [n for n in nodes if last and (last.digest in n.tail or wraps(n.asked, echoed))]
             reason = f"the {place} is its reply"
             if alike:
                 return self._settle(ask, alike, group, "reply_anchor", 0.93, f"{reason}, after the same words")
@@ -340,7 +350,10 @@ class Finder:
             if choice.node is None:
                 return None
             reason = f"{best + 1} of the user's earlier messages are its conversation's, in order"
-            return Found(choice.node, place + 1, "subsequence", 0.6 + 0.05 * min(best, 4), reason)
+            after = place + 1
+            while after < len(t.atoms) and t.atoms[after].kind in (TEXT, CALL):
+                after += 1  # what the client holds in place of the reply
+            return Found(choice.node, after, "subsequence", 0.6 + 0.05 * min(best, 4), reason)
         return None
 
     def _in_order(self, node: Node, earlier: Sequence[bytes]) -> int:

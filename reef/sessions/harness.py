@@ -22,7 +22,7 @@ class Said:
 
 
 _BLOCK_TAG = (
-    r"(?:system[-_]reminder|environment_context|environment_details|(?:user_|ide_|editor_|memory[-_]?)?context"
+    r"(?:system[-_]reminder|\w+_state|environment_context|environment_details|(?:user_|ide_|editor_|memory[-_]?)?context"
     r"|user_info|user_instructions|ide_\w+|attached_files|open_files|memory|memories|skills_instructions"
     r"|collaboration_mode|permissions instructions|current_(?:date|time)|git_status)"
 )

@@ -85,7 +85,9 @@ class Node:
     tail: tuple[bytes, ...]
     """digests of the atoms after the last reply"""
     asked: str
-    """the user's newest words, as sent"""
+    """the user's newest message, as sent"""
+    bare: str
+    """the same without what its client was found to wrap around it; empty if that is nothing"""
     said: str
     """first words of the reply"""
     ending: str
@@ -99,6 +101,11 @@ class Node:
     talked: bool = False
     """one of them with a user's words"""
     keys: tuple[bytes, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """The user's newest words."""
+        return self.bare or self.asked
 
     def to_json(self) -> dict[str, Any]:
         body = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -119,13 +119,16 @@ class Matcher:
         twins = self._twins(ask)
         side = turn_type(exchange, t, found, twins, self._side_models)
         revisions: list[Revision] = []
+        sent = ""
         if isinstance(side, Side) or exchange.train_opt_out:
             place = _aside(found, side)
         else:
-            self._unwrap(t, found)
+            sent = self._unwrap(t, found)
             self._recognise(found.parent, revisions)
             place = self._place(t, found, suspect=side)
         node = self._node(exchange, ask, found, place, side if isinstance(side, Side) else None)
+        if sent:
+            node.asked, node.bare = sent[:ASKED], node.asked
         if node.binds and place.parent is not None:
             self._continue(place.parent, node, revisions)
         elif place.parent is not None and node.side is None and not exchange.train_opt_out:
@@ -215,11 +218,11 @@ class Matcher:
         if node.binds or parent is None or node.side is not None:
             return
         rivals = [c for id in parent.children if id != node.id and (c := self.index.get(id)) is not None and c.binds]
-        if any(c.talked or _starts(node.tail, c.tail) or not like_an_instruction(c.asked) for c in rivals):
+        if any(c.talked or _starts(node.tail, c.tail) or not like_an_instruction(c.words) for c in rivals):
             return
         for rival in rivals:
             self._put_aside(rival, f"the conversation went on from {node.id} without its message", revisions)
-        state = NextState("user", node.asked) if node.asked else None
+        state = NextState("user", node.words) if node.words else None
         if state is not None:
             node.binds = node.firm = True
             self.index.changed(node)
@@ -264,7 +267,7 @@ class Matcher:
         if not any(c.binds for c in children):
             parent.binds = parent.firm = above.continued = True
             self._child(above, parent)
-            state = NextState("user", parent.asked)
+            state = NextState("user", parent.words)
             why = "a user goes on from its reply, so it was one's reaction"
             revisions.append(Revision(parent.id, why, binds=above.id, next_state=state, rebound=True, firm=True))
 
@@ -295,21 +298,24 @@ class Matcher:
             return []
         return self.index.under(key(ask.scope, By.USER, ask.transcript.atoms[newest].digest))
 
-    def _unwrap(self, t: Transcript, found: Found) -> None:
+    def _unwrap(self, t: Transcript, found: Found) -> str:
         """Take off what the client wraps around its newest message only: the parent's newest message is now
-        sent back without it, so the difference is known."""
+        sent back without it, so the difference is known. Returns the message as it was, if it changes."""
         parent, newest = found.parent, t.newest()
         if parent is None or newest is None or not parent.asked:
-            return
+            return ""
         group = next((g for g in reversed(t.groups) if g.end == found.after), None)
         echo = next((a.text for a in reversed(t.atoms[: group.start if group else 0]) if a.kind == USER), "").strip()
         asked = parent.asked.strip()
         if not echo or fold(asked) == fold(echo):
-            return
+            return ""
         before, found_it, after = asked.partition(echo)
         bare = unframe(t.atoms[newest].text.strip(), before, after) if found_it else None
-        if bare:
-            t.rewrite(newest, bare)
+        if not bare:
+            return ""
+        sent = t.atoms[newest].text
+        t.rewrite(newest, bare)
+        return sent
 
     def _node(self, exchange: Exchange, ask: Ask, found: Found, place: _Place, side: Side | None) -> Node:
         t = ask.transcript
@@ -339,6 +345,7 @@ class Matcher:
             request=t.chains[-1],
             tail=_tail(tail),
             asked=_asked(t, newest),
+            bare="",
             said=said_of(t.reply),
             ending=ending_of(t.reply),
             binds=place.binds and not exchange.train_opt_out,
