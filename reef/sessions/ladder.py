@@ -78,8 +78,8 @@ def _from_body(request: Mapping[str, Any]) -> KnownId | None:
     for field in FIELDS:
         value: Any = request
         for name in field.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        if isinstance(value, Mapping):
+            value = value.get(name) if isinstance(value, dict) else None
+        if isinstance(value, dict):
             value = value.get("id")
         if not isinstance(value, str) or not value:
             continue
@@ -87,7 +87,7 @@ def _from_body(request: Mapping[str, Any]) -> KnownId | None:
             continue  # often a hash of the content, the same in different conversations
         return KnownId(field, value)
     metadata = request.get("metadata")
-    user = metadata.get("user_id") if isinstance(metadata, Mapping) else None
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
     found = _CLAUDE_USER.search(user) if isinstance(user, str) else None
     if found:
         return KnownId("metadata.user_id", found[1])

@@ -377,12 +377,22 @@ class Matcher:
             next_state=state if binds else None,
             method=place.method,
             score=place.score,
-            reason=place.reason + (f" (waits: {side.reason})" if isinstance(side, Suspect) else ""),
+            reason=_explained(place, found, side),
             runner_up=found.runner_up.id if found.runner_up else None,
             firm=place.firm,
             repeats=place.repeats,
             revisions=tuple(revisions),
         )
+
+
+def _explained(place: _Place, found: Found, side: Side | Suspect | None) -> str:
+    """The evidence, the next best parent and what is waited for, in words."""
+    parts = [place.reason]
+    if found.runner_up:
+        parts.append(f"next best: {found.runner_up.id}")
+    if isinstance(side, Suspect):
+        parts.append(f"waits: {side.reason}")
+    return "; ".join(parts)
 
 
 def unframe(text: str, before: str, after: str) -> str | None:

@@ -235,15 +235,15 @@ def _tool_names(request: Mapping[str, Any]) -> list[str]:
     names = []
     tools = request.get("tools")
     for tool in tools if isinstance(tools, list) else ():
-        if isinstance(tool, Mapping):
+        if isinstance(tool, dict):
             function = tool.get("function")
-            name = (function if isinstance(function, Mapping) else tool).get("name") or tool.get("type")
+            name = (function if isinstance(function, dict) else tool).get("name") or tool.get("type")
             names.append(str(name))
     return sorted(names)
 
 
 def _asks_schema(request: Mapping[str, Any]) -> bool:
     wanted = request.get("response_format") or (request.get("text") or {})
-    if isinstance(wanted, Mapping):
+    if isinstance(wanted, dict):
         wanted = wanted.get("format", wanted)
-    return isinstance(wanted, Mapping) and "schema" in json.dumps(wanted.get("type", ""))
+    return isinstance(wanted, dict) and "schema" in json.dumps(wanted.get("type", ""))

@@ -36,7 +36,7 @@ def messages_of(exchange: Exchange) -> tuple[Message, ...]:
 def reply_of(exchange: Exchange) -> Message | None:
     """The reply of an answer; None if it has no text and calls no tool."""
     response = exchange.response
-    if not isinstance(response, Mapping):
+    if not isinstance(response, dict):
         return None
     match exchange.api:
         case Api.CHAT:
@@ -55,7 +55,7 @@ def reply_of(exchange: Exchange) -> Message | None:
 def finish_reason_of(exchange: Exchange) -> str | None:
     """Why the answer ended, in chat's words: stop, length, tool_calls."""
     response = exchange.response
-    if not isinstance(response, Mapping):
+    if not isinstance(response, dict):
         return None
     match exchange.api:
         case Api.MESSAGES:
@@ -74,7 +74,7 @@ def finish_reason_of(exchange: Exchange) -> str | None:
 
 def call_ids_of(exchange: Exchange) -> list[str]:
     """The ids of the tool calls an answer makes, letters and digits only: some clients drop the rest."""
-    response = exchange.response if isinstance(exchange.response, Mapping) else {}
+    response = exchange.response if isinstance(exchange.response, dict) else {}
     match exchange.api:
         case Api.CHAT:
             choice = next(iter(_dicts(response.get("choices"))), {})
@@ -108,7 +108,7 @@ def _bare_id(id: str) -> str:
 
 def response_id_of(exchange: Exchange) -> str | None:
     """The answer's own id, by which `previous_response_id` may name it."""
-    id = exchange.response.get("id") if isinstance(exchange.response, Mapping) else None
+    id = exchange.response.get("id") if isinstance(exchange.response, dict) else None
     return id if isinstance(id, str) and exchange.api is Api.RESPONSES else None
 
 
@@ -166,7 +166,11 @@ def _anthropic(raw: Mapping[str, Any]) -> Iterable[Message]:
         if block.get("type") == "tool_result":
             yield Message("tool", _text(block.get("content")))
     text = "\n".join(str(b["text"]) for b in blocks if b.get("type") == "text" and "text" in b)
-    calls = tuple((str(b.get("name", "")), json.dumps(b.get("input"))) for b in blocks if b.get("type") == "tool_use")
+    calls = tuple(
+        (str(b.get("name", "")), json.dumps(b.get("input"), ensure_ascii=False))
+        for b in blocks
+        if b.get("type") == "tool_use"
+    )
     if text or calls or not any(b.get("type") == "tool_result" for b in blocks):
         yield Message(said, text, calls)
 
@@ -180,7 +184,7 @@ def _text(content: Any) -> str:
 
 def _parts(content: Any) -> Iterable[Any]:
     for part in content if isinstance(content, list) else ():
-        if isinstance(part, str) or (isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS):
+        if isinstance(part, str) or (isinstance(part, dict) and part.get("type", "text") in _TEXT_PARTS):
             yield part
 
 
@@ -191,4 +195,4 @@ def _prompt(prompt: Any) -> str:
 
 
 def _dicts(value: Any) -> list[Mapping[str, Any]]:
-    return [v for v in value if isinstance(v, Mapping)] if isinstance(value, list) else []
+    return [v for v in value if isinstance(v, dict)] if isinstance(value, list) else []
