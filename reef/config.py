@@ -162,12 +162,17 @@ class SessionsConfig(Section):
 
 
 class PrmConfig(Section):
-    backend: Literal["embedded", "openai"] = Field(
-        default="embedded", description="embedded: on this CPU; openai: any OpenAI-compatible endpoint at prm.url"
+    backend: Literal["embedded", "openai", "vllm", "sglang"] = Field(
+        default="embedded",
+        description="embedded: on this CPU; openai: any OpenAI-compatible endpoint at prm.url; vllm, sglang: their raw"
+        " generation there, for reasoning models whose chat route is not enough",
     )
     url: str | None = Field(default=None, description="base URL of the judge, with /v1")
     model: str | None = Field(default=None, description="model name to ask for")
     key: str | None = Field(default=None, description="its API key")
+    template: str | None = Field(
+        default=None, description="vllm, sglang: the text around $prompt; default: a ChatML user turn"
+    )
 
 
 class TrainConfig(Section):

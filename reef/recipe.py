@@ -63,6 +63,20 @@ class Turn:
     earlier: tuple[str, ...] = ()
     """receipts of the session's earlier replies, oldest first"""
     reports: tuple[Report, ...] = ()
+    memo: tuple[str, ...] = ()
+    """the scenario's rules as they stand now, newest last"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A lasting preference of a scenario."""
+
+    text: str
+    turn: str | None = None
+    """whose verdict it came from; None when a person wrote it"""
+    time: float = 0.0
+    seen: int = 1
+    """verdicts that said so"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +100,15 @@ class Verdict:
     reject: str | None = None
     keep: str | None = None
     hint: str | None = None
+    rule: str | None = None
+    """a preference that holds beyond this task, for the memo"""
     confidence: float | None = None
     votes: tuple[Mapping[str, Any], ...] = ()
     judge: str = ""
     """name and version of the judge"""
     seconds: float = 0.0
+    tokens: int = 0
+    """read and written by the judge for this verdict, failed votes included"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +195,15 @@ class Recipe(Protocol):
 
     def loss(self, batch: Batch, policy: Scorer, reference: Scorer) -> Loss:
         """The micro-batch's share of the step's loss. `reference` is the frozen base."""
+        ...
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """What a recipe has too when it keeps a memo for each scenario."""
+
+    def remember(self, rules: Sequence[Rule], turn: Turn, verdict: Verdict) -> Sequence[Rule]:
+        """The memo after this verdict, oldest first; `rules` unchanged when it adds nothing."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The judge (process reward model) of this recipe: one protocol, two backends, and the choice between them.
+"""The judge (process reward model) of this recipe: one protocol, its backends, and the choice between them.
 
 It knows what a judge is asked and what it answers; how each backend comes to a verdict is in `judge/`.
 """
@@ -39,16 +39,20 @@ class Prm(Protocol):
 def make_prm(prm: Any, recipe: Any, model_dir: str | Path) -> Prm:
     """The judge that serve.yaml asks for.
 
-    `prm` has `backend`, `url`, `model` and `key`; `recipe` has the `prm_*` keys of the recipe's Config;
+    `prm` has `backend`, `url`, `model`, `key` and `template`; `recipe` has the `prm_*` keys of the recipe's Config;
     `model_dir` holds the policy's base model. Raises ConfigError on an unknown backend.
     """
     if prm.backend == "embedded":
         return EmbeddedPrm(model_dir)
-    if prm.backend == "openai":
+    if prm.backend in ("openai", "vllm", "sglang"):
         return OpenAIPrm(
-            prm.url,
-            prm.model,
+            prm.url or "",
+            prm.model or "",
             prm.key,
+            backend=prm.backend,
+            template=prm.template,
+            structured=recipe.prm_structured,
+            prompt_tokens=recipe.prm_prompt_tokens,
             m=recipe.prm_m,
             temperature=recipe.prm_temperature,
             max_tokens=recipe.prm_max_tokens,
@@ -58,4 +62,4 @@ def make_prm(prm: Any, recipe: Any, model_dir: str | Path) -> Prm:
             max_hints=recipe.prm_max_hint_candidates,
             record_file=recipe.prm_record_file,
         )
-    raise ConfigError(f"prm.backend is {prm.backend!r}; it must be embedded or openai")
+    raise ConfigError(f"prm.backend is {prm.backend!r}; it must be embedded, openai, vllm or sglang")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from zlib import crc32
 
+from recipes.openclawrl.judge.style import contrast
 from recipes.openclawrl.sessions import demonstrations
 from recipes.openclawrl.teacher import Demonstration, candidate_contexts, check_render
 from reef.recipe import JudgedTurn, Refusal, Rehearsal, Tokenizer, Turn, Verdict
@@ -59,13 +60,14 @@ def make_sample(
         if problem is not None and not turn.tools:
             return Refusal("missing_logprobs", f"the teacher's prompt can't be rendered: {problem}")
         if problem is None:
-            hints = verdict.hint.splitlines() if verdict.hint and use_hints else []
+            hints = hints_of(turn, verdict, past) if use_hints else []
             contexts = candidate_contexts(
                 tokenizer,
                 messages,
                 turn.reply.content,
                 demonstrations=[*demonstrations(turn, past, max_contexts), *synthetic],
                 hints=hints,
+                memo=turn.memo if use_hints else (),
                 limit=max_contexts,
                 max_tokens=TEACHER_ROOM * max_tokens,
             )
@@ -157,6 +159,18 @@ def thinking_end(tokenizer: Tokenizer) -> int | None:
     """The id that ends a thinking model's reasoning; None for a model that has none."""
     ids = tokenizer.encode(THINKING_END)
     return ids[0] if len(ids) == 1 else None
+
+
+def hints_of(turn: Turn, verdict: Verdict, past: Sequence[JudgedTurn]) -> list[str]:
+    """The verdict's hints, one a line; for a refusal without one, what accepted replies of this user had and this
+    reply and had not."""
+    if verdict.hint:
+        return verdict.hint.splitlines()
+    if verdict.verdict >= 0:
+        return []
+    accepted = [j.turn.reply.content for j in past if j.verdict.verdict > 0 and j.turn.id != turn.id]
+    found = contrast([turn.reply.content], accepted)
+    return [found] if found else []
 
 
 def response_mask(sampled: Sampled) -> tuple[int, ...]:

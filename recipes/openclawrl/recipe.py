@@ -7,12 +7,13 @@ the learner runs without torch and the trainer without a judge.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from reef.recipe import JudgedTurn, Loss, RecipeTools, Refusal, Rehearsal, Report, Scorer, Turn, Verdict
+from reef.recipe import JudgedTurn, Loss, RecipeTools, Refusal, Rehearsal, Report, Rule, Scorer, Turn, Verdict
 from reef.train.sample import Batch, Sample
 
 if TYPE_CHECKING:
@@ -38,10 +39,19 @@ class Config(BaseModel):
     prm_hint_on: Literal["accept", "reject", "both"] = Field(default="both", description="when a hint is asked for")
     prm_temperature: float = Field(default=0.6, ge=0, description="of the votes")
     prm_max_tokens: int = Field(default=8192, ge=16, description="per vote")
+    prm_prompt_tokens: int = Field(
+        default=6000, ge=500, description="shown of a conversation, estimated; the middle of long messages is left out"
+    )
+    prm_structured: bool = Field(
+        default=True, description="hold votes to a JSON schema where the endpoint can; false: by the prompt alone"
+    )
     prm_timeout_s: float = Field(default=120.0, gt=0, description="per vote")
     prm_concurrency: int = Field(default=8, ge=1, description="turns judged at once")
     prm_max_hint_candidates: int = Field(default=3, ge=1, description="hints kept per turn, shortest first")
     prm_record_file: str | None = Field(default=None, description="JSON-lines file that every judgement is appended to")
+    memo_tokens: int = Field(
+        default=256, ge=0, description="of the user's accumulated rules, which judge and teacher read; 0 keeps none"
+    )
     w_rl: float = Field(default=1.0, ge=0, description="weight of the RL term")
     w_opd: float = Field(default=1.0, ge=0, description="weight of the distillation term")
     objective: Literal["reef", "openclaw"] = Field(
@@ -89,16 +99,34 @@ class OpenClawRL:
     async def judge(self, turn: Turn) -> Verdict | None:
         from recipes.openclawrl.sessions import judged_history
 
+        history = judged_history(turn)
         report = next((r for r in reversed(turn.reports) if r.score is not None), None)
         if report is not None:
-            return verdict_of_report(report, len(judged_history(turn)) - 1)
-        if turn.next is None:
+            return verdict_of_report(report, len(history) - 1)
+        words = next((r.feedback for r in reversed(turn.reports) if r.feedback), None)
+        if words:  # said about this reply: outweighs whatever came next
+            following = {"role": "user", "content": words}
+        elif turn.next is not None:
+            following = {"role": turn.next.role, "content": turn.next.text}
+        else:
             return None
-        following = {"role": turn.next.role, "content": turn.next.text}
-        verdict = await self._judge_model().judge(judged_history(turn), following)
+        from recipes.openclawrl.memo import rendered
+
+        verdict = await self._judge_model().judge(history, following, memo=rendered(turn.memo))
         if (hindsight := self._cold_start()) is not None:
             await hindsight.consider(turn, verdict)
         return verdict
+
+    def remember(self, rules: Sequence[Rule], turn: Turn, verdict: Verdict) -> Sequence[Rule]:
+        """The memo with the lasting preference that the verdict found, if it found one."""
+        from recipes.openclawrl.memo import add
+
+        if not verdict.rule:
+            return rules
+        assert self._tools is not None, "the memo is counted in the policy's tokens"
+        encode = self._tools.tokenizer.encode
+        new = Rule(verdict.rule, turn.id, time.time())
+        return add(rules, new, tokens=self.config.memo_tokens, count=lambda text: len(encode(text)))
 
     def sample(self, turn: Turn, verdict: Verdict, past: Sequence[JudgedTurn]) -> Sample | Refusal:
         from recipes.openclawrl.processor import make_sample
@@ -214,7 +242,7 @@ def verdict_of_report(report: Report, last: int) -> Verdict:
         verdict=value,
         target=last if value else None,
         charges=((last, value),) if value else (),
-        hint=report.feedback if report.feedback and len(report.feedback) > 10 else None,
+        hint=report.feedback[:400] if report.feedback and len(report.feedback) > 10 else None,
         confidence=1.0,
         judge="report",
     )

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+VERDICTS = (-1, 0, 1)
+"""in the order in which the embedded judge gives their probabilities"""
 HINT_CHARS = (10, 400)
 """a hint is longer than the first and no longer than the second"""
 READ_CHARS = 20_000
@@ -33,6 +35,8 @@ class Vote:
     reject: str | None = None
     keep: str | None = None
     hint: str | None = None
+    rule: str | None = None
+    """a preference that holds beyond this task"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class Tally:
     reject: str | None
     keep: str | None
     hints: tuple[str, ...]
+    rule: str | None
     share: float
     """votes for the verdict, as a share of those that were valid"""
 
@@ -90,7 +95,7 @@ def tally(votes: Sequence[Vote | None], m: int, replies: Sequence[int], max_hint
         verdict, count = 0, sum(v.verdict == 0 for v in valid)
     share = count / len(valid)
     if verdict == 0:
-        return Tally(0, None, (), None, None, (), share)
+        return Tally(0, None, (), None, None, (), None, share)
     newest = max(replies)
     winners = [v for v in valid if v.verdict == verdict]
     target = _plural((v.target for v in winners), replies, newest)
@@ -105,6 +110,7 @@ def tally(votes: Sequence[Vote | None], m: int, replies: Sequence[int], max_hint
         reject=_shortest(v.reject for v in winners) if verdict == -1 else None,
         keep=_shortest(v.keep for v in winners),
         hints=merge_hints((v.hint for v in winners), max_hints),
+        rule=next(iter(merge_hints((v.rule for v in winners), 1)), None),
         share=share,
     )
 
@@ -157,6 +163,7 @@ def _from_object(found: dict[str, Any]) -> Vote | None:
         reject=_phrase(found.get("reject")),
         keep=_phrase(found.get("keep")),
         hint=_phrase(found.get("hint")),
+        rule=_phrase(found.get("rule")),
     )
 
 
