@@ -122,7 +122,7 @@ def endpoint_meets(url: str, model: str, key: str | None, timeout_s: float) -> M
     """Asks the judge's OpenAI-compatible endpoint once a reply; whatever is no clear yes is a no."""
     import httpx
 
-    from recipes.openclawrl.judge.endpoint import completions_url
+    from recipes.openclawrl.judge.routes import address
     from recipes.openclawrl.judge.votes import parse_vote
 
     headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -131,7 +131,7 @@ def endpoint_meets(url: str, model: str, key: str | None, timeout_s: float) -> M
         asked = QUESTION.format(request=request, wish=wish, reply=reply)
         body = {"model": model, "messages": [{"role": "user", "content": asked}], "temperature": 0}
         async with httpx.AsyncClient(timeout=timeout_s, headers=headers) as client:
-            answer = (await client.post(completions_url(url), json=body)).raise_for_status().json()
+            answer = (await client.post(address(url, "/chat/completions"), json=body)).raise_for_status().json()
         vote = parse_vote(answer["choices"][0]["message"]["content"] or "")
         return vote is not None and vote.verdict == 1
 

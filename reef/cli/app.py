@@ -15,7 +15,7 @@ from reef.errors import ReefError
 
 def build() -> typer.Typer:
     """The command tree."""
-    from reef.cli import inspect, learning, serving
+    from reef.cli import inspect, judging, learning, memo, serving
 
     app = typer.Typer(
         name="reef",
@@ -26,6 +26,8 @@ def build() -> typer.Typer:
     )
     serving.register(app)
     inspect.register(app)
+    judging.register(app)
+    memo.register(app)
     learning.register(app)
     return app
 

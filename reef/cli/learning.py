@@ -1,8 +1,7 @@
-"""Inference and learning, each alone: `reef judge` for verdicts, `reef train` for one weight update."""
+"""Learning alone: `reef train` for one weight update."""
 
 from __future__ import annotations
 
-import asyncio
 import json as json_module
 import os
 import subprocess
@@ -13,102 +12,17 @@ from typing import Annotated, Any
 
 import typer
 
-from reef.cli.output import print_json, print_lines, print_table
+from reef.cli.output import print_json, print_table, print_to_stderr
 from reef.config import Config, StoreConfig, load_config
-from reef.errors import BadRequest, ConfigError, JudgeError, ReefError
-from reef.recipe import NextState, Turn
+from reef.errors import ConfigError, ReefError
 from reef.train.jobs import ENDED
-from reef.wire.exchange import Message
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="serve.yaml; without it all defaults")]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(judge)
     app.command()(train)
-
-
-def judge(
-    turns: Annotated[Path, typer.Argument(help="turn file (JSON lines: id, history, next)")],
-    config: ConfigFile = None,
-    json: Json = False,
-) -> None:
-    """Say what each reaction means: accepted, rejected or neither, and why."""
-    from reef.learner.__main__ import make_recipe
-    from reef.model import resolve
-
-    os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bar of weights between the rows
-    settings = load_config(config)
-    recipe = make_recipe(settings, resolve(settings.policy.model, progress=print_to_stderr))
-    rows = read_turns(turns)
-    limit = asyncio.Semaphore(getattr(recipe.config, "prm_concurrency", 8))
-
-    async def one(row: Mapping[str, Any]) -> dict[str, Any]:
-        async with limit:
-            try:
-                verdict = await recipe.judge(turn_of(row))
-            except JudgeError as error:
-                return {"id": row.get("id"), "verdict": None, "target": None, "charges": [], "error": str(error)}
-        if verdict is None:
-            return {"id": row.get("id"), "verdict": None, "target": None, "charges": []}
-        return {
-            "id": row.get("id"),
-            "verdict": verdict.verdict,
-            "target": verdict.target,
-            "charges": [{"index": i, "verdict": v} for i, v in verdict.charges],
-            "reject": verdict.reject,
-            "keep": verdict.keep,
-            "hint": verdict.hint,
-            "confidence": verdict.confidence,
-            "votes": list(verdict.votes),
-            "judge": verdict.judge,
-        }
-
-    async def run() -> list[dict[str, Any]]:
-        return list(await asyncio.gather(*(one(row) for row in rows)))
-
-    results = asyncio.run(run())
-    if json:
-        print_lines(results)
-        return
-    shown = [
-        (r["id"], r["verdict"], r["target"], r.get("confidence"), r.get("hint") or r.get("error")) for r in results
-    ]
-    print_table(str(turns), ("id", "verdict", "target", "confidence", "hint"), shown)
-
-
-def read_turns(path: Path) -> list[dict[str, Any]]:
-    """The lines of a turn file. Raises BadRequest naming the line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise BadRequest(f"can't read {path}: {error.strerror}") from None
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json_module.loads(line)
-            turn_of(row)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise BadRequest(f"{path}, line {number}: not a turn: {error!r}") from None
-        rows.append(row)
-    return rows
-
-
-def turn_of(row: Mapping[str, Any]) -> Turn:
-    """A line of a turn file as a turn."""
-    history = [Message(m["role"], m["content"]) for m in row["history"]]
-    return Turn(
-        id=str(row.get("id", "")),
-        scenario="default",
-        session="",
-        messages=tuple(history[:-1]),
-        reply=history[-1],
-        next=NextState(row["next"]["role"], row["next"]["content"]),
-        sampled=None,
-    )
 
 
 def train(
@@ -260,7 +174,3 @@ def print_report(report: Mapping[str, Any]) -> None:
     facts = {n: metrics.get(n) for n in ("update_norm", "weight_norm", "kl_to_base", "trained_tokens", "lr")}
     facts |= {n: report[n] for n in ("step", "version", "status", "release", "seconds") if n in report}
     print_table("what would change" if "samples" in report else "release", ("what", "value"), facts.items())
-
-
-def print_to_stderr(line: str) -> None:
-    typer.echo(line, err=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +30,11 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
     for row in rows:
         table.add_row(*(shown(cell) for cell in row))
     Console().print(table)
+
+
+def print_to_stderr(line: str) -> None:
+    """Progress, apart from what a program reads."""
+    typer.echo(line, err=True)
 
 
 def shown(value: Any) -> str:

@@ -12,9 +12,11 @@ import asyncio
 import logging
 import time
 
+from sqlalchemy import Connection
+
 from reef.errors import JudgeError
 from reef.learner.turns import Turns, charged_turns
-from reef.recipe import Recipe, Turn, Verdict
+from reef.recipe import Recipe, Remembers, Turn, Verdict
 from reef.sessions.fate import Fate
 from reef.store.learn import LearnStore
 
@@ -113,11 +115,11 @@ class Judging:
             if verdict is None:
                 learn.set_fate(c, turn.id, Fate.NEUTRAL, "recipe", "the recipe has nothing to say about it")
                 return
-            charges = [
-                (id, value)
-                for id, value in charged_turns(turn, verdict)
-                if value and (id == turn.id or learn.fate_in(c, id) in CHARGEABLE)
-            ]
+            said = [(id, value) for id, value in charged_turns(turn, verdict) if value]
+            for id, value in said:
+                if learn.contradict(c, id, value, verdict.judge):
+                    learn.add_verdict(c, turn.id, source, id, value, verdict)
+            charges = [(i, v) for i, v in said if i == turn.id or learn.fate_in(c, i) in CHARGEABLE]
             if not charges:
                 learn.add_verdict(c, turn.id, source, None, 0, verdict)
                 learn.set_fate(c, turn.id, Fate.NEUTRAL, "judge", "neither accepted nor rejected")
@@ -128,3 +130,13 @@ class Judging:
                 learn.set_fate(c, id, Fate.JUDGED, "judge", f"{word} by {verdict.judge} in {seconds:.1f} s")
             if turn.id not in dict(charges):
                 learn.set_fate(c, turn.id, Fate.NEUTRAL, "judge", "the reaction is about an earlier reply")
+            self._remember(c, turn, verdict)
+
+    def _remember(self, c: Connection, turn: Turn, verdict: Verdict) -> None:
+        """Let a recipe that keeps a memo add to it what the verdict says."""
+        if not isinstance(self._recipe, Remembers):
+            return
+        rules = self._learn.memo(turn.scenario)
+        kept = tuple(self._recipe.remember(rules, turn, verdict))
+        if kept != rules:
+            self._learn.set_memo(c, turn.scenario, kept, f"displaced by the verdict on {turn.id}")

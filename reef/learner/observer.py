@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection
 
 from reef.config import SessionsConfig
-from reef.recipe import NextState, Report
+from reef.recipe import NextState, Report, Verdict
 from reef.sessions.fate import REOPENS, Fate, trainable
 from reef.sessions.index import Index
 from reef.sessions.matcher import Decision, Matcher, Revision
@@ -184,9 +184,18 @@ class Observer:
                 for receipt in dict.fromkeys(row.references):
                     if self._learn.fate_in(c, receipt) is None:
                         continue  # a receipt nobody has: the report is kept in the log
-                    self._learn.add_report(c, receipt, Report(row.id, row.score, row.feedback))
-                    if self._learn.fate_in(c, receipt) is not Fate.OPTED_OUT:
+                    self._learn.add_report(c, receipt, Report(row.id, row.score, row.feedback), row.seq)
+                    fate = self._learn.fate_in(c, receipt)
+                    if fate is Fate.TRAINED:
+                        self._correct(c, receipt, row.id, row.score)
+                    elif fate is not Fate.OPTED_OUT:
                         self._queue(c, receipt, "report", f"explicit report {row.id}", time.time())
             self._learn.advance(c, "reports", rows[-1].seq)
         self._report_cursor = rows[-1].seq
         return len(rows)
+
+    def _correct(self, c: Connection, turn: str, report: str, score: float | None) -> None:
+        """A report on a trained turn: the verdict it changes is noted, training is not repeated."""
+        value = ((score or 0.0) > 0) - ((score or 0.0) < 0)
+        if self._learn.contradict(c, turn, value, f"report {report}"):
+            self._learn.add_verdict(c, turn, None, turn, value, Verdict(value, None, confidence=1.0, judge="report"))

@@ -23,6 +23,7 @@ from reef.store.schema import (
     fates,
     match_keys,
     match_nodes,
+    memo_rules,
     releases,
     reports,
     steps,
@@ -65,6 +66,7 @@ def erase_in_learn(c: Connection, ids: Sequence[str], why: str) -> None:
         c.execute(update(turn_reports).where(turn_reports.c.turn.in_(some)).values(feedback=None))
         c.execute(update(turns).where(turns.c.id.in_(some)).values(reason=""))
         c.execute(update(fates).where(fates.c.turn.in_(some)).values(reason=""))
+        c.execute(update(memo_rules).where(memo_rules.c.turn.in_(some)).values(text="", dropped=time.time(), why=why))
         c.execute(delete(match_keys).where(match_keys.c.id.in_(some)))
         c.execute(delete(match_nodes).where(match_nodes.c.id.in_(some)))
         if why == FORGOTTEN:

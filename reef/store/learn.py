@@ -15,16 +15,27 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Row, delete, func, insert, select, update
+from sqlalchemy import Connection, Engine, Row, Select, delete, func, insert, select, update
 from sqlalchemy.dialects.postgresql import insert as pg_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
 from reef.errors import StoreError
-from reef.recipe import Report, Verdict
+from reef.recipe import Report, Rule, Verdict
 from reef.sessions.fate import Fate
 from reef.sessions.matcher import Decision
 from reef.store.columns import key
-from reef.store.schema import bindings, claims, cursors, fates, releases, steps, turn_reports, turns, verdicts
+from reef.store.schema import (
+    bindings,
+    claims,
+    cursors,
+    fates,
+    memo_rules,
+    releases,
+    steps,
+    turn_reports,
+    turns,
+    verdicts,
+)
 from reef.store.transactions import writing
 
 
@@ -75,7 +86,8 @@ class LearnStore:
 
     def reports_on(self, turn: str) -> tuple[Report, ...]:
         with self._engine.connect() as c:
-            rows = c.execute(select(turn_reports).where(turn_reports.c.turn == turn))
+            query = select(turn_reports).where(turn_reports.c.turn == turn)
+            rows = c.execute(query.order_by(turn_reports.c.seq, turn_reports.c.report))
             return tuple(Report(r.report, r.score, r.feedback) for r in rows)
 
     def with_fate(self, fate: Fate, limit: int = 1000, *, before: float | None = None) -> list[Row[Any]]:
@@ -124,12 +136,16 @@ class LearnStore:
             return c.execute(query).first()
 
     def accepted(self, scenario: str, limit: int) -> list[Row[Any]]:
-        """The newest accepted turns of a scenario, oldest first, with their verdicts."""
+        """The newest accepted turns of a scenario, oldest first, with their verdicts. The newest verdict on a
+        turn counts: one that was accepted first and refused later is not among them."""
         with self._engine.connect() as c:
+            newest = (
+                select(func.max(verdicts.c.seq)).where(verdicts.c.charged.is_not(None)).group_by(verdicts.c.charged)
+            )
             query = (
                 select(verdicts)
                 .join(turns, turns.c.id == verdicts.c.charged)
-                .where(turns.c.scenario == scenario, verdicts.c.verdict == 1)
+                .where(turns.c.scenario == scenario, verdicts.c.verdict == 1, verdicts.c.seq.in_(newest))
                 .order_by(verdicts.c.seq.desc())
                 .limit(limit)
             )
@@ -145,6 +161,17 @@ class LearnStore:
                 if current:
                     out.append(current)
         return out[::-1]
+
+    def memo(self, scenario: str) -> tuple[Rule, ...]:
+        """The rules of a scenario that hold, oldest first."""
+        with self._engine.connect() as c:
+            return tuple(_rule(row) for row in c.execute(_standing(scenario)))
+
+    def memo_history(self, scenario: str) -> list[Row[Any]]:
+        """Every rule a scenario ever had, oldest first; `dropped` and `why` say what became of it."""
+        with self._engine.connect() as c:
+            query = select(memo_rules).where(memo_rules.c.scenario == scenario).order_by(memo_rules.c.seq)
+            return list(c.execute(query))
 
     def running_steps(self) -> list[StepRow]:
         with self._engine.connect() as c:
@@ -281,10 +308,42 @@ class LearnStore:
             )
         )
 
-    def add_report(self, c: Connection, turn: str, report: Report) -> None:
-        c.execute(
-            insert(turn_reports).values(report=report.id, turn=turn, score=report.score, feedback=report.feedback)
-        )
+    def contradict(self, c: Connection, turn: str, value: int, judge: str) -> bool:
+        """Note on a turn that is trained already that its verdict has changed; True if it has.
+
+        The turn stays trained and is never trained again.
+        """
+        if self.fate_in(c, turn) is not Fate.TRAINED:
+            return False
+        query = select(verdicts.c.verdict).where(verdicts.c.charged == turn).order_by(verdicts.c.seq.desc()).limit(1)
+        was = c.execute(query).scalar()
+        if was is None or was == value:
+            return False
+        reason = f"trained as {was:+d}, now {value:+d} by {judge}; it is not trained again"
+        row = {"turn": turn, "fate": Fate.TRAINED.value, "rule": "contradicted", "reason": reason, "version": None}
+        c.execute(insert(fates).values(**row, time=time.time()))
+        return True
+
+    def set_memo(self, c: Connection, scenario: str, rules: Sequence[Rule], why: str) -> None:
+        """Make `rules` a scenario's memo: new ones are added, known ones (by text) renewed, the others dropped."""
+        now = time.time()
+        held = {row.text: row for row in c.execute(_standing(scenario))}
+        wanted = {rule.text: rule for rule in rules}
+        for text, row in held.items():
+            of = memo_rules.c.seq == row.seq
+            rule = wanted.get(text)
+            if rule is None:
+                c.execute(update(memo_rules).where(of).values(dropped=now, why=why))
+            elif (rule.seen, rule.time) != (row.seen, row.time):
+                c.execute(update(memo_rules).where(of).values(seen=rule.seen, time=rule.time, turn=rule.turn))
+        for text, rule in wanted.items():
+            if text not in held:
+                values = {"turn": rule.turn, "time": rule.time or now, "seen": rule.seen}
+                c.execute(insert(memo_rules).values(scenario=scenario, text=text, **values))
+
+    def add_report(self, c: Connection, turn: str, report: Report, seq: int) -> None:
+        values = {"score": report.score, "feedback": report.feedback, "seq": seq}
+        c.execute(insert(turn_reports).values(report=report.id, turn=turn, **values))
 
     def add_step(self, c: Connection, step: StepRow) -> None:
         """Store a step and claim its turns. Raises StoreError if one of them is claimed by another step
@@ -348,6 +407,15 @@ class LearnStore:
             .where(releases.c.scenario == scenario, releases.c.version == version)
             .values(published=time.time())
         )
+
+
+def _standing(scenario: str) -> Select[Any]:
+    of = select(memo_rules).where(memo_rules.c.scenario == scenario, memo_rules.c.dropped.is_(None))
+    return of.order_by(memo_rules.c.time, memo_rules.c.seq)
+
+
+def _rule(row: Row[Any]) -> Rule:
+    return Rule(row.text, row.turn, row.time, row.seen)
 
 
 def _step(row: Row[Any]) -> StepRow:

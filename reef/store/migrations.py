@@ -101,10 +101,16 @@ def _learn_claims(connection: Connection) -> None:
             connection.execute(insert(schema.claims), rows)
 
 
+def _memo(connection: Connection) -> None:
+    """The memo's rules, and the order of reports."""
+    schema.learn_metadata.create_all(connection, tables=[schema.memo_rules])
+    add_columns(connection, schema.turn_reports.c.seq)
+
+
 def _match_memory(connection: Connection) -> None:
     """What the matcher remembers."""
     schema.learn_metadata.create_all(connection, tables=[schema.match_nodes, schema.match_keys])
 
 
 LOG = Schema("log", (schema.log_metadata.create_all, _log_erasures_and_gaps))
-LEARN = Schema("learn", (schema.learn_metadata.create_all, _learn_claims, _match_memory))
+LEARN = Schema("learn", (schema.learn_metadata.create_all, _learn_claims, _match_memory, _memo))

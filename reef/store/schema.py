@@ -186,7 +186,22 @@ turn_reports = Table(
     Column("turn", Words, primary_key=True),
     Column("score", Double),
     Column("feedback", Words),
+    Column("seq", SEQ),  # the report's in the log: the newest one counts
     Index("turn_reports_turn", "turn"),
+)
+
+memo_rules = Table(
+    "memo_rules",
+    learn_metadata,
+    Column("seq", SEQ, primary_key=True, autoincrement=True),
+    Column("scenario", Words, nullable=False),
+    Column("text", Words, nullable=False),
+    Column("turn", Words),  # whose verdict it came from; null when a person wrote it
+    Column("time", Double, nullable=False),
+    Column("seen", Integer, nullable=False),  # verdicts that said so
+    Column("dropped", Double),  # when it was displaced or removed; kept, so that the memo's history shows
+    Column("why", Words),
+    Index("memo_rules_scenario", "scenario", "seq"),
 )
 
 steps = Table(

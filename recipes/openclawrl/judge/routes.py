@@ -68,7 +68,7 @@ def route(
             held = {"json_schema": json.dumps(SCHEMA)} if structured else {}
             return {"text": _wrapped(prompt, template), "sampling_params": {**sampling, **held}}
 
-        return Route(_at(url, "/generate", versioned=False), ask_sglang, _read_sglang)
+        return Route(address(url, "/generate", versioned=False), ask_sglang, _read_sglang)
     settings = {"model": model, "temperature": temperature, "max_tokens": max_tokens, "stream": False}
     schema = {"type": "json_schema", "json_schema": {"name": "vote", "strict": True, "schema": SCHEMA}}
 
@@ -80,8 +80,8 @@ def route(
         return {**settings, "messages": messages} | held
 
     if kind == "vllm":
-        return Route(_at(url, "/completions"), ask, lambda body: _read_choice(body, ("text",)))
-    return Route(_at(url, "/chat/completions"), ask, lambda body: _read_choice(body, ("message", "content")))
+        return Route(address(url, "/completions"), ask, lambda body: _read_choice(body, ("text",)))
+    return Route(address(url, "/chat/completions"), ask, lambda body: _read_choice(body, ("message", "content")))
 
 
 def decode(body: bytes, charset: str | None) -> Any:
@@ -97,7 +97,7 @@ def _wrapped(prompt: str, template: str | None) -> str:
     return (template or CHATML).replace("$prompt", prompt.replace("<|", "<\u200b|").replace("[INST", "[\u200bINST"))
 
 
-def _at(url: str, path: str, *, versioned: bool = True) -> str:
+def address(url: str, path: str, *, versioned: bool = True) -> str:
     base = url.rstrip("/")
     if base.endswith(path):
         return base
