@@ -66,10 +66,11 @@ def erase_in_learn(c: Connection, ids: Sequence[str], why: str) -> None:
         c.execute(update(turn_reports).where(turn_reports.c.turn.in_(some)).values(feedback=None))
         c.execute(update(turns).where(turns.c.id.in_(some)).values(reason=""))
         c.execute(update(fates).where(fates.c.turn.in_(some)).values(reason=""))
-        c.execute(update(memo_rules).where(memo_rules.c.turn.in_(some)).values(text="", dropped=time.time(), why=why))
         c.execute(delete(match_keys).where(match_keys.c.id.in_(some)))
         c.execute(delete(match_nodes).where(match_nodes.c.id.in_(some)))
         if why == FORGOTTEN:
+            told = memo_rules.c.turn.in_(some)
+            c.execute(update(memo_rules).where(told).values(text="", dropped=time.time(), why=why))
             waiting = select(turns.c.id).where(turns.c.id.in_(some), turns.c.fate.in_([f.value for f in WAITING]))
             for turn in c.execute(waiting).scalars().all():
                 row = {"turn": turn, "fate": Fate.OPTED_OUT.value, "rule": FORGOTTEN, "reason": "", "time": time.time()}
