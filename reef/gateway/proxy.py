@@ -109,7 +109,7 @@ class Proxy:
             ending = call.translator.final()
             await self._record(call, 200, Delivered.FULL, error=None)
         except asyncio.CancelledError:
-            delivered = Delivered.PARTIAL if out.started else Delivered.NONE
+            delivered = Delivered.PARTIAL if out.wrote else Delivered.NONE
             await self._record(call, 499, delivered, error=None)
             raise
         except StoreError as error:  # the answer must not look complete: it is in no record
