@@ -36,7 +36,7 @@ def run(command: list[str], home: Path, env: Mapping[str, str] | None = None) ->
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,  # agents of this size start slowly on a busy machine
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
