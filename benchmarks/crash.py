@@ -249,16 +249,19 @@ def wait_ready(stack: Stack, timeout_s: float = 120) -> None:
     raise TimeoutError(f"the service did not come up; see {stack.dir}")
 
 
-def settle(stack: Stack, timeout_s: float) -> bool:
-    """Wait until all that is recorded has been worked off."""
-    deadline = time.monotonic() + timeout_s
+def settle(stack: Stack, patience_s: float) -> bool:
+    """Wait until all that is recorded has been worked off, as long as that makes progress."""
+    left: Any = None
+    deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         stack.keep_up()
         s = stack.status()
         if s is not None:
-            work = s["unread"] + s["queued"] + s["steps_running"] + s["unpublished"]
-            if not work and s["waiting_for_batch"] < BATCH:
+            now = [s[n] for n in ("unread", "queued", "waiting_for_batch", "steps_running", "unpublished", "trained")]
+            if not any(now[:2] + now[3:5]) and s["waiting_for_batch"] < BATCH:
                 return True
+            if now != left:
+                left, deadline = now, time.monotonic() + patience_s
         time.sleep(0.3)
     return False
 
@@ -327,7 +330,7 @@ def run(out: Path, store: str, kills: int, *, clients: int, pause_s: float, mean
         wait_ready(stack)
         with load(stack, clients, pause_s) as people:
             victims = kill_for(stack, kills, mean_s, seed)
-        settled = settle(stack, 60 + 2 * kills)
+        settled = settle(stack, 180)
         failed = sum(p.failed for p in people)
         slowest = max(p.slowest_s for p in people)
         stack.stop()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ class Endpoint:
         if self.mode == "error":
             return Response("overloaded", 500)
         if self.mode == "slow":
-            await asyncio.sleep(2)
+            await asyncio.sleep(4)
         words = {"nonsense": "As a fish, I can't say.", "wrong": '{"verdict": 7, "target": "x"}'}
         content = words.get(self.mode, GOOD)
         if self.mode == "garbage":
@@ -56,7 +57,7 @@ class Asks(RuleJudge):
 
     def __init__(self, url: str) -> None:
         super().__init__(Config())
-        self.prm = OpenAIPrm(url, "judge", attempts=1, backoff_s=0.01, timeout_s=0.5)
+        self.prm = OpenAIPrm(url, "judge", attempts=1, backoff_s=0.01, timeout_s=1.5)
 
     async def judge(self, turn: Turn) -> Verdict:
         assert turn.next is not None
@@ -76,13 +77,11 @@ def queue(s: Stack, n: int) -> list[str]:
     return receipts
 
 
-async def work(judging: Judging, seconds: float, until: Fate | None = None, s: Stack | None = None) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+async def work(judging: Judging, until: Callable[[], bool], at_most_s: float = 120.0) -> None:
+    deadline = time.monotonic() + at_most_s
+    while time.monotonic() < deadline and not until():
         judging.step()
         await asyncio.sleep(0.02)
-        if until and s and not s.learn.with_fate(Fate.QUEUED):
-            return
 
 
 def test_no_failure_of_the_judge_is_a_verdict_and_all_are_judged_once_it_is_back(
@@ -99,17 +98,17 @@ def test_no_failure_of_the_judge_is_a_verdict_and_all_are_judged_once_it_is_back
         async def run() -> None:
             judging = Judging(s.learn, Turns(s.log, s.learn), recipe, concurrency=8)
             there, recipe.prm = recipe.prm, nowhere
-            await work(judging, 1.5)
+            await work(judging, lambda: judging._in_a_row >= 10)
             assert s.fates()["queued"] == 12, "down"
             recipe.prm = there
             for mode in ("error", "nonsense", "wrong", "garbage", "slow"):
                 judge.mode = mode
-                asked = judge.asked
-                await work(judging, 1.5)
+                seen = judging._in_a_row
+                await work(judging, lambda seen=seen: judging._in_a_row >= seen + 2)
+                assert judging._in_a_row >= seen + 2, f"nobody asked whether the judge is back from {mode}"
                 assert s.fates()["queued"] == 12, mode
-                assert judge.asked > asked, f"nobody asked whether the judge is back from {mode}"
             judge.mode = "good"
-            await work(judging, 30, Fate.QUEUED, s)
+            await work(judging, lambda: not s.learn.with_fate(Fate.QUEUED))
             await judging.close()
             await there.aclose()
             await nowhere.aclose()
@@ -139,11 +138,9 @@ def test_a_turn_the_judge_can_never_answer_does_not_keep_the_others_waiting(
 
         async def run() -> None:
             judging = Judging(s.learn, Turns(s.log, s.learn), recipe, concurrency=10)
-            await work(judging, 1.0)
+            await work(judging, lambda: judging._in_a_row >= 12)
             recipe.down = False
-            deadline = time.monotonic() + 20
-            while s.fates().get("judged", 0) < 9 and time.monotonic() < deadline:
-                await work(judging, 0.2)
+            await work(judging, lambda: s.fates().get("judged", 0) == 9)
             await judging.close()
 
         asyncio.run(run())

@@ -42,6 +42,8 @@ class Judging:
         self._not_before: dict[str, float] = {}
         self._in_a_row = 0
         self._ask_again = 0.0
+        self.verdicts = 0
+        """turns judged since the start"""
 
     def step(self) -> int:
         """Start judging what waits, as far as the concurrency allows; returns how many run."""
@@ -49,7 +51,7 @@ class Judging:
         down = self._in_a_row >= OUTAGE
         if down and now < self._ask_again:
             return len(self._running)
-        rows = self._learn.with_fate(Fate.QUEUED)
+        rows = self._learn.waiting(Fate.QUEUED)
         if down:  # not always the same one, which may be what the judge can't answer
             rows.sort(key=lambda row: self._failures.get(row.id, 0))
         for row in rows:
@@ -91,6 +93,7 @@ class Judging:
             log.warning("the judge answers again; what waited for it is asked now")
             self._not_before.clear()
         self._in_a_row = 0
+        self.verdicts += 1
         self._failures.pop(id, None)
         self._not_before.pop(id, None)
 

@@ -63,6 +63,7 @@ class Learner:
         self._canaries = canaries
         self._publish_after = 0.0
         self._prune_after = 0.0
+        self._judged = 0
 
     async def run(self, stop: asyncio.Event, *, tick_s: float = 0.2) -> None:
         """Work until `stop` is set. Trouble in one part is logged and tried again; the others go on."""
@@ -106,8 +107,9 @@ class Learner:
         return rows
 
     async def _judge(self) -> int:
+        before, self._judged = self._judged, self._judging.verdicts
         self._judging.step()
-        return 0
+        return self._judged - before
 
     async def _train(self) -> int:
         if self._steps is None:

@@ -110,6 +110,12 @@ class LearnStore:
             here = (turns.c.fate == fate.value) & (turns.c.scenario == scenario)
             return list(c.execute(select(turns).where(here).order_by(turns.c.seq).limit(limit)))
 
+    def waiting(self, fate: Fate, limit: int = 1000) -> list[Row[Any]]:
+        """(id, scenario) of turns of a fate, in log order."""
+        query = select(turns.c.id, turns.c.scenario).where(turns.c.fate == fate.value)
+        with self._engine.connect() as c:
+            return list(c.execute(query.order_by(turns.c.seq).limit(limit)))
+
     def turn(self, id: str) -> Row[Any] | None:
         with self._engine.connect() as c:
             return c.execute(select(turns).where(turns.c.id == id)).first()
