@@ -23,7 +23,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,12 +32,13 @@ sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402
 
-from benchmarks.crash import BATCH, Stack, load, settle, wait_ready  # noqa: E402
+from benchmarks.crash import BATCH, Client, Stack, load, settle, wait_ready  # noqa: E402
 from benchmarks.crash_check import Findings, check  # noqa: E402
 
 EXT4_IOC_SHUTDOWN = 0x8004587D
 NO_FLUSH = 2
 SIZE_MB = 256
+ENOUGH = 20
 
 
 def impossible() -> str | None:
@@ -109,6 +110,15 @@ def mounted(folder: Path) -> Iterator[Disk]:
         disk.unmount()
 
 
+def wait_for_answers(people: Sequence[Client], seconds: float) -> None:
+    """The load's time, and as much more as a busy machine needs for some answers."""
+    started = time.monotonic()
+    while time.monotonic() - started < seconds or (
+        sum(p.answered for p in people) < ENOUGH and time.monotonic() - started < 60
+    ):
+        time.sleep(0.05)
+
+
 def run(out: Path, cuts: int, *, durability: str, clients: int, pause_s: float, seconds: float) -> Findings:
     """Cut the power `cuts` times after about `seconds` of load each, then let everything settle."""
     from tests.tiny import write_tiny_model
@@ -125,7 +135,7 @@ def run(out: Path, cuts: int, *, durability: str, clients: int, pause_s: float, 
             for _ in range(cuts):
                 wait_ready(stack)
                 with load(stack, clients, pause_s) as people:
-                    time.sleep(seconds)
+                    wait_for_answers(people, seconds)
                     disk.cut()
                     kill_all(stack)
                 failed += sum(p.failed for p in people)
