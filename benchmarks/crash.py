@@ -58,6 +58,7 @@ class Stack:
     service: subprocess.Popen[bytes] | None = None
     port: int = field(default_factory=lambda: claim_port("127.0.0.1", 0))
     engine_port: int = field(default_factory=lambda: claim_port("127.0.0.1", 0))
+    batch: int = BATCH
 
     @property
     def url(self) -> str:
@@ -81,7 +82,7 @@ class Stack:
             "policy": {"model": str(self.model)},
             "recipe": {
                 "name": "tests.rule_recipe:RuleJudge",
-                "batch_size": BATCH,
+                "batch_size": self.batch,
                 "max_staleness": 10**6,
                 "session_ttl_s": 10**6,
             },
@@ -258,7 +259,7 @@ def settle(stack: Stack, patience_s: float) -> bool:
         s = stack.status()
         if s is not None:
             now = [s[n] for n in ("unread", "queued", "waiting_for_batch", "steps_running", "unpublished", "trained")]
-            if not any(now[:2] + now[3:5]) and s["waiting_for_batch"] < BATCH:
+            if not any(now[:2] + now[3:5]) and s["waiting_for_batch"] < stack.batch:
                 return True
             if now != left:
                 left, deadline = now, time.monotonic() + patience_s
@@ -299,7 +300,7 @@ def kill_for(stack: Stack, kills: int, mean_s: float, seed: int) -> Counter[str]
     return Counter(done)
 
 
-def prepare(out: Path, store: str) -> Stack:
+def prepare(out: Path, store: str, batch: int = BATCH) -> Stack:
     """The folder of a run with its model, its database server and its configuration."""
     out.mkdir(parents=True, exist_ok=True)
     model = out / "model"
@@ -317,14 +318,16 @@ def prepare(out: Path, store: str) -> Stack:
             postgres.initialise()
             remembered.write_text(postgres.password)
         postgres.start()
-    stack = Stack(out, store, model, postgres)
+    stack = Stack(out, store, model, postgres, batch=batch)
     stack.write_config()
     return stack
 
 
-def run(out: Path, store: str, kills: int, *, clients: int, pause_s: float, mean_s: float, seed: int) -> Findings:
+def run(
+    out: Path, store: str, kills: int, *, clients: int, pause_s: float, mean_s: float, seed: int, batch: int = BATCH
+) -> Findings:
     """One run to its end. Raises TimeoutError if the service never comes up."""
-    stack = prepare(out, store)
+    stack = prepare(out, store, batch)
     started = time.monotonic()
     try:
         wait_ready(stack)
@@ -335,7 +338,7 @@ def run(out: Path, store: str, kills: int, *, clients: int, pause_s: float, mean
         slowest = max(p.slowest_s for p in people)
         stack.stop()
         return check(
-            out, stack.urls(), BATCH, victims=dict(victims), settled=settled, client_errors=failed,
+            out, stack.urls(), batch, victims=dict(victims), settled=settled, client_errors=failed,
             slowest_answer_s=round(slowest, 2), seconds=round(time.monotonic() - started, 1),
         )  # fmt: skip
     finally:
@@ -362,6 +365,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--pause", type=float, default=0.4, help="mean seconds between a client's requests")
     parser.add_argument("--mean", type=float, default=2.0, help="mean seconds between kills")
+    parser.add_argument("--batch", type=int, default=BATCH, help="turns per step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", type=int, metavar="PORT", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -369,7 +373,7 @@ def main() -> int:
         serve_engine(args.engine)
         return 0
     out = args.out or Path("runs") / f"crash-{args.store}"
-    pace = {"clients": args.clients, "pause_s": args.pause, "mean_s": args.mean, "seed": args.seed}
+    pace = {"clients": args.clients, "pause_s": args.pause, "mean_s": args.mean, "seed": args.seed, "batch": args.batch}
     findings = run(out.resolve(), args.store, args.kills, **pace)
     findings.show()
     return 1 if findings.problems else 0
