@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sqlalchemy import Engine
@@ -40,42 +40,49 @@ class Erasing:
         self._forget = tuple(forget)
         self._ended = steps / ENDED
         self._cursor = learn.cursor(CURSOR)
-        self._unclean: dict[str, set[str]] = {}
         self._scrub = self._cursor > 0
-        for erasure in log_reader.erasures(0, limit=10**6) if self._cursor else ():
-            self._remember(erasure.turns)
+        self._later: dict[str, set[str]] = {}
+        for step in learn.running_steps():
+            self._later[step.id] = {turn for turn in step.turns if self._is_erased(turn)}
 
     def step(self) -> int:
         """Take in new erasures; returns how many there were."""
         rows = self._log.erasures(self._cursor)
         for row in rows:
+            self._clean_jobs(row.turns)
             with self._learn.begin() as c:
                 erase_in_learn(c, row.turns, row.why)
                 self._learn.advance(c, CURSOR, row.seq)
             for drop in self._forget:
                 drop(row.turns)
             self._cursor = row.seq
-            self._remember(row.turns)
             self._scrub = True
-        self._clean_jobs()
+        for step in [s for s in self._later if (self._ended / s).exists()]:
+            self._clean(step, self._later.pop(step))
         if self._scrub:
             self._scrub = not scrub(self._engine)
         return len(rows)
 
-    def _remember(self, turns: Iterable[str]) -> None:
-        gone = set(turns)
-        with self._engine.connect() as c:
-            for step in steps_of(c, sorted(gone)):
-                self._unclean.setdefault(step, set()).update(gone)
+    def _is_erased(self, turn: str) -> bool:
+        exchange = self._log.get(turn)
+        return exchange is None or not exchange.request
 
-    def _clean_jobs(self) -> None:
-        for step in list(self._unclean):
-            file = self._ended / step / "job.json"
-            if not file.exists():
-                continue  # it still runs, or its folder is gone
-            job = json.loads(file.read_text())
-            kept = [s for s in job["samples"] if s["turn"] not in self._unclean[step]]
-            if len(kept) < len(job["samples"]):
-                write_json(file, {**job, "samples": kept})
-                log.info("removed %d erased samples from step %s", len(job["samples"]) - len(kept), step)
-            del self._unclean[step]
+    def _clean_jobs(self, turns: Sequence[str]) -> None:
+        """Before the cursor moves on, so that a crash in between cleans them again."""
+        with self._engine.connect() as c:
+            steps = steps_of(c, turns)
+        for step in steps:
+            if not self._clean(step, set(turns)):
+                self._later.setdefault(step, set()).update(turns)
+
+    def _clean(self, step: str, gone: set[str]) -> bool:
+        """Whether the step has ended, so that its job could be cleaned."""
+        file = self._ended / step / "job.json"
+        if not file.exists():
+            return False
+        job = json.loads(file.read_text())
+        kept = [s for s in job["samples"] if s["turn"] not in gone]
+        if len(kept) < len(job["samples"]):
+            write_json(file, {**job, "samples": kept})
+            log.info("removed %d erased samples from step %s", len(job["samples"]) - len(kept), step)
+        return True

@@ -40,18 +40,19 @@ SCRUB_WAIT_MS = 1000
 
 
 def erase_in_log(c: Connection, ids: Sequence[str], why: str) -> int:
-    """Empty exchanges and the feedback that names them, and append the erasure; returns its seq. The
+    """Empty exchanges (of forgotten ones also the feedback that names them) and append the erasure; returns its seq. The
     caller holds the log's write lock."""
     headers = {"x-reef-train": "off", ERASED_HEADER: why}  # to whoever reads it later it is opted out
     empty = {"headers": headers, "request": {}, "response": None, "sampled": None, "error": None}
     for some in _chunks(ids):
         mine = exchanges.c.id.in_(some)
         c.execute(update(exchanges).where(mine, exchanges.c.erased.is_(None)).values(**empty, size=0, erased=why))
-    gone = set(ids)
-    said = select(reports.c.seq, reports.c.references).where(reports.c.feedback.is_not(None))
-    named = [row.seq for row in c.execute(said) if gone.intersection(row._mapping["references"])]
-    for some in _chunks(named):
-        c.execute(update(reports).where(reports.c.seq.in_(some)).values(feedback=None))
+    if why == FORGOTTEN:  # rare, unlike retention, so reports need no index by what they name
+        gone = set(ids)
+        said = select(reports.c.seq, reports.c.references).where(reports.c.feedback.is_not(None))
+        named = [row.seq for row in c.execute(said) if gone.intersection(row._mapping["references"])]
+        for some in _chunks(named):
+            c.execute(update(reports).where(reports.c.seq.in_(some)).values(feedback=None))
     return append(c, erasures, [{"turns": list(ids), "why": why, "time": time.time()}])
 
 

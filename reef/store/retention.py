@@ -7,20 +7,23 @@ and in the learner for releases. Knows no HTTP.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import Engine, func, select, update
+from sqlalchemy import Engine, Row, func, select, tuple_, update
 
 from reef.releases.chain import Release, list_releases
 from reef.releases.publish import KEEP_LOADED
 from reef.sessions.fate import WAITING
 from reef.store.forget import erase_in_log, scrub
 from reef.store.log import LogReader
-from reef.store.schema import claims, exchanges, releases, steps, turns
+from reef.store.schema import claims, exchanges, releases, reports, steps, turns
 from reef.store.transactions import writing
 from reef.store.writer import LogWriter
 
@@ -54,11 +57,14 @@ class Retention:
         removed = 0
         at = time.time() if now is None else now
         if self._limits.days is not None:
-            removed += await self._sweep("age", at - self._limits.days * 86400, None)
+            before = at - self._limits.days * 86400
+            removed += await self._sweep("age", before, None)
+            old = (reports.c.time < before) & reports.c.feedback.is_not(None)
+            await self._writer.change(lambda c: c.execute(update(reports).where(old).values(feedback=None)).rowcount)
         if self._limits.bytes is not None:
-            removed += await self._sweep("size", None, self.size() - self._limits.bytes)
+            removed += await self._sweep("size", None, await asyncio.to_thread(self.size) - self._limits.bytes)
         if removed:
-            scrub(self._log)
+            await asyncio.to_thread(scrub, self._log)
             log.info("removed the words of %d exchanges", removed)
         return removed
 
@@ -68,19 +74,14 @@ class Retention:
             return c.execute(select(func.sum(exchanges.c.size)).where(exchanges.c.erased.is_(None))).scalar() or 0
 
     async def _sweep(self, why: str, before: float | None, excess: int | None) -> int:
-        after = removed = 0
+        """Oldest first, until nothing is older than `before` or `excess` bytes are gone."""
+        after, removed = (0.0, 0), 0
         while excess is None or excess > 0:
-            query = select(exchanges.c.seq, exchanges.c.id, exchanges.c.size).where(
-                exchanges.c.erased.is_(None), exchanges.c.seq > after
-            )
-            if before is not None:
-                query = query.where(exchanges.c.time < before)
-            with self._log.connect() as c:
-                rows = c.execute(query.order_by(exchanges.c.seq).limit(PASS)).all()
+            rows = await asyncio.to_thread(self._page, after, before)
             if not rows:
                 break
-            after = rows[-1].seq
-            finished = self._finished([row.id for row in rows])
+            after = (rows[-1].time, rows[-1].seq)
+            finished = await asyncio.to_thread(self._finished, [row.id for row in rows])
             ids = []
             for row in rows:
                 if row.id in finished and (excess is None or excess > 0):
@@ -90,6 +91,15 @@ class Retention:
                 await self._writer.change(lambda c, ids=ids: erase_in_log(c, ids, why))
                 removed += len(ids)
         return removed
+
+    def _page(self, after: tuple[float, int], before: float | None) -> Sequence[Row[Any]]:
+        place = tuple_(exchanges.c.time, exchanges.c.seq)
+        query = select(exchanges.c.seq, exchanges.c.time, exchanges.c.id, exchanges.c.size)
+        query = query.where(exchanges.c.erased.is_(None), place > after)
+        if before is not None:
+            query = query.where(exchanges.c.time < before)
+        with self._log.connect() as c:
+            return c.execute(query.order_by(exchanges.c.time, exchanges.c.seq).limit(PASS)).all()
 
     def _finished(self, ids: list[str]) -> set[str]:
         with self._learn.connect() as c:

@@ -37,8 +37,8 @@ exchanges = Table(
 )
 kept = Index(
     "exchanges_kept",
-    exchanges.c.seq,
     exchanges.c.time,
+    exchanges.c.seq,
     exchanges.c.size,
     sqlite_where=exchanges.c.erased.is_(None),
     postgresql_where=exchanges.c.erased.is_(None),
