@@ -240,7 +240,7 @@ def load(stack: Stack, clients: int, pause_s: float) -> Iterator[list[Client]]:
             person.join(90)
 
 
-def wait_ready(stack: Stack, timeout_s: float = 120) -> None:
+def wait_ready(stack: Stack, timeout_s: float = 300) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         stack.keep_up()
@@ -333,7 +333,7 @@ def run(
         wait_ready(stack)
         with load(stack, clients, pause_s) as people:
             victims = kill_for(stack, kills, mean_s, seed)
-        settled = settle(stack, 180)
+        settled = settle(stack, 400)
         failed = sum(p.failed for p in people)
         slowest = max(p.slowest_s for p in people)
         stack.stop()

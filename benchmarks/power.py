@@ -142,7 +142,7 @@ def run(out: Path, cuts: int, *, durability: str, clients: int, pause_s: float, 
                 disk.unmount()
                 disk.mount()
             wait_ready(stack)
-            settled = settle(stack, 120)
+            settled = settle(stack, 400)
             stack.stop()
             return check(out, stack.urls(), BATCH, cuts=cuts, durability=durability, settled=settled)
         finally:

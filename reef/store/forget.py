@@ -40,8 +40,8 @@ SCRUB_WAIT_MS = 1000
 
 
 def erase_in_log(c: Connection, ids: Sequence[str], why: str) -> int:
-    """Empty exchanges (of forgotten ones also the feedback that names them) and append the erasure; returns its seq. The
-    caller holds the log's write lock."""
+    """Empty exchanges (of forgotten ones also the feedback that names them) and append the erasure; returns
+    its seq. The caller holds the log's write lock."""
     headers = {"x-reef-train": "off", ERASED_HEADER: why}  # to whoever reads it later it is opted out
     empty = {"headers": headers, "request": {}, "response": None, "sampled": None, "error": None}
     for some in _chunks(ids):
