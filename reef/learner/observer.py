@@ -109,7 +109,7 @@ class Observer:
         """Fill the matcher's memory from the log; what was decided stays decided."""
         at = max(0, self._cursor - REBUILD)
         while at < self._cursor:
-            for exchange in self._log.tail(at, limit=min(256, self._cursor - at)):
+            for exchange in self._log.tail(at, limit=min(256, self._cursor - at), tokens=False):
                 self._matcher.observe(exchange)
                 at = exchange.seq
             with self._learn.begin() as c:
