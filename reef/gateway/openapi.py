@@ -144,7 +144,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "/reef/status": Operation("The state of the loop in a few numbers"),
     "/reef/funnel": Operation("What became of every exchange"),
     "/reef/sessions": Operation("The newest sessions"),
-    "/reef/sessions/{id}": Operation("One session's exchanges in order"),
+    "/reef/sessions/{id}": Operation("One session: its exchanges in order, or forgetting it (admin)"),
     "/reef/turns/{receipt}": Operation("Everything known of one exchange"),
     "/reef/releases": Operation("The versions, and which are served"),
     "/reef/releases/{version}/serve": Operation("Serve a version from the next request on (admin)"),

@@ -40,7 +40,6 @@ TRANSLATED: tuple[Client, ...] = (
     frameworks.pydantic_ai_messages,
     frameworks.openai_agents_responses,
 )
-MATCHED_LATER = pytest.mark.xfail(reason="the matcher reads chat requests only", strict=False)
 
 
 @dataclass
@@ -90,9 +89,7 @@ def test_a_tool_call_reaches_the_client_and_its_result_the_engine(played: Played
     assert results and all("7 apples are left" in str(m["content"]) for m in results)
 
 
-@pytest.mark.parametrize(
-    "played", [*CHAT, *(pytest.param(c, marks=MATCHED_LATER) for c in TRANSLATED)], indirect=True, ids=name
-)
+@pytest.mark.parametrize("played", [*CHAT, *TRANSLATED], indirect=True, ids=name)
 def test_the_first_two_turns_wait_for_the_judge_with_the_users_reaction(played: Played) -> None:
     reef = played.reef
     exchanges = reef.log.tail(0)
