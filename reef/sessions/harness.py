@@ -58,6 +58,8 @@ _HARNESS = re.compile(
     r"|I updated the files\.|I committed the changes|I ran the command"
     r"|The LLM did not conform to the edit format|# Fix any (?:lint )?errors below|Fix any errors below)"
 )
+_SIGNS = frozenset("[/NCWBATHIF#")
+"""first characters of what harnesses write"""
 _OBSERVATION = re.compile(r"\AObservation:\s*")
 _AFTER_OBSERVATION = re.compile(
     r"\n(?:(?P<error>Error:\n.*?)(?=\nNew task:|\Z)|New task:\s*(?P<task>.*)\Z"
@@ -75,6 +77,17 @@ def said(text: str) -> list[Said]:
     if not words.strip():
         return []
     return [Said("harness" if _HARNESS.match(words) else "user", words)]
+
+
+def plain_words(text: str) -> str | None:
+    """The text itself where nothing in it can be a harness's, as in nearly every message; else None."""
+    if "<" in text or "\n\n" in text or "[message_id" in text or "```json" in text[:400]:
+        return None
+    if text[:1] in _SIGNS and (_HARNESS.match(text) or _BEFORE.match(text) or _FILES.match(text)):
+        return None
+    if _OBSERVATION.match(text) or not text.strip() or text[:1].isspace():
+        return None
+    return text
 
 
 def own_words(text: str) -> str:

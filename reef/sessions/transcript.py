@@ -44,6 +44,10 @@ def atoms_of(messages: Sequence[Message]) -> list[Atom]:
         elif message.role == "tool":
             out.append(Atom(TOOL, TOOL_DIGEST, message.content, i))
         elif message.role == "user":
+            words = harness.plain_words(message.content)
+            if words is not None:
+                out.append(Atom(USER, digest(USER, fold(words)), words, i))
+                continue
             for part in harness.said(message.content):
                 same = TOOL_DIGEST if part.kind == TOOL else digest(part.kind, fold(part.text))
                 out.append(Atom(part.kind, same, part.text, i))
@@ -116,6 +120,7 @@ class Transcript:
     reply: list[Atom]
     results: list[str]
     """ids of the tool calls whose results the request ends with"""
+    _newest: int | None
     bare: list[Atom]
     """the reply without the beginning that the request put into its mouth"""
 
@@ -126,8 +131,7 @@ class Transcript:
 
     def newest(self) -> int | None:
         """Index of the newest atom the user wrote, if anything after the last reply is one."""
-        start = self.groups[-1].end if self.groups else 0
-        return next((i for i in range(len(self.atoms) - 1, start - 1, -1) if self.atoms[i].kind == USER), None)
+        return self._newest
 
     def split(self, index: int, rest: str) -> None:
         """Part a message that holds a whole conversation before `rest`, which is new."""
@@ -136,6 +140,7 @@ class Transcript:
             Atom(USER, digest(USER, fold(rest)), rest.strip(), self.atoms[index].message),
         ]
         self.chains = [*self.chains[: index + 2], *self.chains[index + 1 :]]
+        self._newest = index + 1
 
     def rewrite(self, index: int, text: str) -> None:
         """Take back what turned out to be context around a user's words."""
@@ -154,12 +159,16 @@ def transcript(exchange: Exchange) -> Transcript:
         reply = Message("assistant", begun + reply.content, reply.tool_calls) if reply else None
     system = "\n".join(m.content for m in messages if m.role == "system")
     atoms = atoms_of(messages)
+    groups = _groups(atoms)
+    since = groups[-1].end if groups else 0
+    newest = next((i for i in range(len(atoms) - 1, since - 1, -1) if atoms[i].kind == USER), None)
     names = _tool_names(exchange.request)
     return Transcript(
         messages=messages,
         atoms=atoms,
         chains=chains(atoms),
-        groups=_groups(atoms),
+        groups=groups,
+        _newest=newest,
         system=system,
         shape=join((digest("system", _DIGITS.sub("", fold(system))), digest("tools", " ".join(names)))),
         tools=bool(names),

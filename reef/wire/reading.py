@@ -91,9 +91,11 @@ def call_ids_of(exchange: Exchange) -> list[str]:
 def result_ids_of(exchange: Exchange) -> list[str]:
     """The ids of the calls whose results stand at the end of a request."""
     request = exchange.request
-    listed = _dicts(request.get("input" if exchange.api is Api.RESPONSES else "messages"))
+    listed = request.get("input" if exchange.api is Api.RESPONSES else "messages")
     out: list[str] = []
-    for item in reversed(listed):
+    for item in reversed(listed) if isinstance(listed, list) else ():
+        if not isinstance(item, dict):
+            continue
         if item.get("role") == "assistant" or item.get("type") in ("function_call", "reasoning"):
             break
         blocks = _dicts(item.get("content")) if exchange.api is Api.MESSAGES else []
