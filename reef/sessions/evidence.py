@@ -148,9 +148,8 @@ class Finder:
         if not nodes:
             return None
         newest = nodes[-1]
-        told = sum(a.kind in (USER, HARNESS) for a in ask.transcript.atoms)
-        fresh = not ask.transcript.groups and told <= 1
-        if not newest.opener and (fresh or not known.is_tag):
+        fresh = not ask.transcript.groups and ask.transcript.lone
+        if not newest.lone and (fresh or not known.is_tag):
             return None  # its client resends the history: this one opens another conversation
         if not known.is_tag and ask.transcript.groups:
             return None

@@ -80,6 +80,8 @@ class Node:
     tools: bool
     opener: bool
     """the request carried no reply"""
+    lone: bool
+    """the request carried one message of the user at most: its client may send no history"""
     chain: bytes
     request: bytes
     tail: tuple[bytes, ...]

@@ -341,6 +341,7 @@ class Matcher:
             agent=ask.agent,
             tools=t.tools,
             opener=not t.groups,
+            lone=t.lone,
             chain=_chain_with(t),
             request=t.chains[-1],
             tail=_tail(tail),

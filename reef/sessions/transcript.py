@@ -129,6 +129,11 @@ class Transcript:
         """What follows the last reply in the request."""
         return self.atoms[self.groups[-1].end if self.groups else 0 :]
 
+    @property
+    def lone(self) -> bool:
+        """There is one message of the user at most."""
+        return sum(a.kind in (USER, HARNESS) for a in self.atoms) <= 1
+
     def newest(self) -> int | None:
         """Index of the newest atom the user wrote, if anything after the last reply is one."""
         return self._newest
