@@ -86,7 +86,7 @@ class Stack:
                 "max_staleness": 10**6,
                 "session_ttl_s": 10**6,
             },
-            "train": {"lr": 1e-5, "epochs": 1, "rank": 2, "alpha": 4, "max_attempts": 20},
+            "train": {"lr": 1e-5, "epochs": 1, "rank": 2, "alpha": 4, "max_attempts": 20, "idle_s": 0},
             "gate": {"enabled": False},
         }
         (self.dir / "serve.yaml").write_text(yaml.safe_dump(config))
