@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from reef.sessions.index import Index
+from reef.sessions.index import Index, expect_many
 from reef.sessions.matcher import Matcher
 from reef.wire.exchange import Api, Delivered, Exchange
 
@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500, help="timed requests of each setting")
     parser.add_argument("--peer", type=Path, help="unpacked sdist of reef-infra 0.0.2")
     options = parser.parse_args()
+    expect_many()  # as the learner does
     peer = load_peer(options.peer) if options.peer else None
     measured: dict[str, dict[str, Any]] = {}
     columns = ("messages", "sessions", "ms/request", "requests/s", "kB/session", "peer ms", "ratio")

@@ -24,6 +24,7 @@ from reef.learner.steps import Steps, StepSettings
 from reef.learner.turns import Turns
 from reef.recipe import Recipe, RecipeTools, load
 from reef.service import gate_limits, read_run_config
+from reef.sessions.index import expect_many
 from reef.store.database import open_database
 from reef.store.learn import LearnStore
 from reef.store.lock import acquire_database
@@ -142,6 +143,7 @@ def main() -> None:
         level=config.observe.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    expect_many()
     asyncio.run(_run(config, model_dir))
 
 

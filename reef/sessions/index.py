@@ -8,6 +8,7 @@ the archive, if there is one, and found there. Knows no rule of matching.
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
@@ -154,6 +155,12 @@ class Nowhere:
 def key(scope: bytes, by: By, value: bytes) -> bytes:
     """The key of a digest within a scope (a digest, too)."""
     return scope + _BYTE[by] + value
+
+
+def expect_many() -> None:
+    """Tune this process's cycle collector for an index in memory: its nodes live long and form no cycles, and
+    looking at all of them over and over costs as much as matching does."""
+    gc.set_threshold(100_000, 50, 50)
 
 
 class Index:
