@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.openclawrl.judge.corpus import corpus_bytes, groups, rows_of, sha256
+from recipes.openclawrl.judge.attribution import charges, features, places
+from recipes.openclawrl.judge.corpus import (
+    KINDS,
+    LANGUAGES,
+    corpus_bytes,
+    groups,
+    merge,
+    near_duplicates,
+    rows_of,
+    sha256,
+)
+from recipes.openclawrl.judge.phrases import clauses, instruction, phrases
 from recipes.openclawrl.judge.prompt import cut
+from recipes.openclawrl.judge.style import contrast
 from recipes.openclawrl.judge.votes import Vote, merge_hints, parse_vote, quorum, tally
 from recipes.openclawrl.prm import EmbeddedPrm
 from reef.errors import JudgeError
 from reef.recipe import Verdict
 
+SHIPPED = Path(__file__).parents[1] / "recipes" / "openclawrl" / "judge"
 NEXT = {"role": "user", "content": "please write that as one plain sentence instead"}
 
 
@@ -139,15 +155,156 @@ def test_hints_are_merged_cut_and_sorted() -> None:
 
 def test_the_corpus_is_well_formed_and_the_weights_are_its() -> None:
     rows = rows_of(corpus_bytes())
+    assert len(rows) >= 2000
     assert len({row.id for row in rows}) == len(rows)
     assert len({json.dumps([row.history, row.next]) for row in rows}) == len(rows)
+    assert {row.kind for row in rows} == set(KINDS)
+    assert {row.lang for row in rows} == set(LANGUAGES)
     pairs: dict[str, set[int]] = {}
     for row, group in zip(rows, groups(rows), strict=True):
         if row.pair:
             pairs.setdefault(row.pair, set()).add(group)
     assert all(len(found) == 1 for found in pairs.values())
-    card = json.loads(Path(completed("weights.json")).read_text())
+    card = json.loads((SHIPPED / "weights.json").read_text())
     assert card["corpus"] == {"sha256": sha256(corpus_bytes()), "rows": len(rows)}
+
+
+def test_the_corpus_repeats_itself_in_fewer_than_one_row_of_a_hundred() -> None:
+    rows = rows_of(corpus_bytes())
+    assert len({i for pair in near_duplicates(rows) for i in pair}) < len(rows) / 100
+
+
+def shingles(text: str, words: int = 5) -> set[tuple[str, ...]]:
+    said = re.findall(r"[a-z']+", text.lower())
+    return {tuple(said[i : i + words]) for i in range(len(said) - words + 1)}
+
+
+def test_no_wording_of_the_examples_student_occurs_in_the_corpus() -> None:
+    """Else the example would be judged by heart."""
+    folder = SHIPPED.parent / "examples" / "openclawrl" / "student"
+    said: set[tuple[str, ...]] = set()
+    for name in ("reactions.py", "problems.py"):
+        tree = ast.parse((folder / name).read_text())
+        notes = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in notes]
+        said |= set().union(*(shingles(text) for text in texts if isinstance(text, str)))
+    assert len(said) > 300
+    found = {
+        " ".join(words)
+        for row in rows_of(corpus_bytes())
+        for message in (*row.history, row.next)
+        for words in shingles(message["content"]) & said
+    }
+    assert found == set()
+
+
+def line(**changes: Any) -> dict[str, Any]:
+    row = {
+        "history": [{"role": "user", "content": "a tea?"}, {"role": "assistant", "content": "Sencha."}],
+        "next": {"role": "user", "content": "lovely"},
+        "verdict": 1,
+        "target": 1,
+        "kind": "accept_explicit",
+        "lang": "en",
+    }
+    return row | changes
+
+
+def test_merging_continues_ids_keeps_pairs_apart_and_drops_repetitions() -> None:
+    old = merge([], [line(pair="x"), line(next={"role": "user", "content": "yuck"}, verdict=-1, pair="x")])
+    new = merge(old, [line(), line(next={"role": "user", "content": "mm"}, pair="x")])
+    assert [row["id"] for row in new] == ["c0001", "c0002", "c0003"]
+    assert new[0]["pair"] == new[1]["pair"] != new[2]["pair"]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"verdict": 2},
+        {"verdict": 0},
+        {"target": None},
+        {"target": 0},
+        {"target": 9},
+        {"kind": "praise"},
+        {"lang": "xx"},
+        {"history": [{"role": "user", "content": "a tea?"}]},
+        {"next": {"role": "robot", "content": "lovely"}},
+        {"next": {"role": "user", "content": " "}},
+    ],
+)
+def test_a_row_that_breaks_the_rules_is_not_merged(broken: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="c0001"):
+        merge([], [line(**broken)])
+
+
+TITLES = [
+    {"role": "user", "content": "a title for my essay on river ice"},
+    {"role": "assistant", "content": "When Rivers Hold Still"},
+    {"role": "user", "content": "more academic"},
+    {"role": "assistant", "content": "Fluvial Cryogenics"},
+]
+
+
+@pytest.mark.parametrize(
+    ("said", "best"),
+    [("I keep coming back to 'when rivers hold still'", 1), ("cryogenics sounds cold, nice", 3)],
+)
+def test_words_of_a_message_point_at_the_reply_that_has_them(said: str, best: int) -> None:
+    own = [f[0] for f in features(TITLES, {"role": "user", "content": said}, [1, 3])]
+    assert own.index(max(own)) == [1, 3].index(best)
+    assert max(own) > 0
+
+
+def test_places_of_replies() -> None:
+    assert places([1]) == [[1.0, 0.0, 0.0]]
+    assert places([1, 3]) == [[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
+    assert places([1, 3, 5]) == [[0.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
+
+
+def test_charges_follow_from_verdict_target_and_going_back() -> None:
+    assert charges(0, 1, 3, False) == ()
+    assert charges(-1, 1, 3, False) == ((1, -1),)
+    assert charges(-1, 1, 3, True) == ((3, -1), (1, 1))
+    assert charges(1, 1, 3, True) == ((1, 1),)
+
+
+LIST = "1. Boil water.\n2. Add tea.\n3. Wait."
+PROSE = "Boil water, add the tea and wait."
+
+
+def test_a_style_contrast_is_one_positive_sentence() -> None:
+    assert contrast([LIST], [PROSE, "Heat the oven and bake it."]) == "Write it as plain running sentences."
+    assert contrast([PROSE], [LIST, LIST]) == "Write the points as a short list."
+    assert contrast(["word " * 80], ["word " * 21]) == "Answer in about 20 words."
+    assert contrast(["Yes."], ["word " * 40]) == "Answer at more length, in about 40 words."
+    assert contrast([PROSE], [PROSE]) is None
+    assert contrast([], [PROSE]) is None
+    assert contrast([PROSE], []) is None
+
+
+@given(st.lists(st.text(max_size=80)), st.lists(st.text(max_size=80)))
+@settings(max_examples=100, deadline=None)
+def test_no_contrast_is_negative(refused: list[str], accepted: list[str]) -> None:
+    said = contrast(refused, accepted)
+    assert said is None or not re.search(r"\b(no|not|don't|never|without|avoid)\b", said)
+
+
+def test_a_message_is_cut_into_clauses_and_the_refusing_one_instructs() -> None:
+    parts = clauses("Great steps, but drop the bullets. Keep it this short!")
+    assert parts == ["Great steps", "but drop the bullets.", "Keep it this short!"]
+    assert phrases(parts, [0.1, 0.9, 0.2], [0.8, 0.1, 0.5]) == ("drop the bullets", "steps")
+    assert phrases(parts, [0.1, 0.5, 0.2], [0.2, 0.1, 0.5]) == (None, None)
+    assert instruction(parts, [0.1, 0.9, 0.2]) == "Drop the bullets"
+    assert instruction(["no"], [1.0]) is None
+    assert instruction([], []) is None
+
+
+@given(st.text(max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_any_text_has_clauses_and_an_instruction_or_none(text: str) -> None:
+    parts = clauses(text)
+    said = instruction(parts, [0.7] * len(parts))
+    assert said is None or 10 < len(said) <= 400
 
 
 @given(st.lists(st.integers(0, 9)), st.integers(1, 20))
@@ -158,10 +315,6 @@ def test_a_cut_keeps_both_ends(ids: list[int], limit: int) -> None:
     assert short[:1] == ids[:1]
     if limit >= 3:
         assert short[-1:] == ids[-1:]
-
-
-def completed(name: str) -> Path:
-    return Path(__file__).parents[1] / "recipes" / "openclawrl" / "judge" / name
 
 
 @pytest.fixture(scope="module")
@@ -212,9 +365,10 @@ def test_the_embedded_judge_reads_clear_reactions(verdicts: list[Verdict]) -> No
     assert all(v.judge.startswith("embedded:judge-") for v in verdicts)
 
 
-def test_the_embedded_judge_hints_in_the_users_own_words(verdicts: list[Verdict]) -> None:
-    assert verdicts[0].hint == CLEAR[0][2]
+def test_the_embedded_judge_says_what_to_write_instead_of_a_refused_form(verdicts: list[Verdict]) -> None:
+    assert verdicts[0].hint
     assert verdicts[3].hint is None
+    assert all(v.tokens > 0 and v.seconds > 0 for v in verdicts)
 
 
 def test_the_embedded_judge_refuses_a_history_without_a_reply(tmp_path: Path) -> None:

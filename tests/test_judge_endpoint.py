@@ -341,3 +341,30 @@ def test_the_backend_is_chosen_by_the_config(tmp_path: Path) -> None:
     section.backend, section.url = "openai", None
     with pytest.raises(ConfigError, match=r"prm\.url"):
         make_prm(section, Config(), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_real_engine_is_asked_end_to_end(tmp_path: Path) -> None:
+    """The embedded engine serving the 135M model: the protocol works; nothing is claimed of its verdicts."""
+    from reef.model import resolve
+    from tests.tiny import serve_embedded
+
+    async def run(url: str) -> Verdict | JudgeError:
+        prm = OpenAIPrm(url, "policy", m=1, max_tokens=64, attempts=1, timeout_s=300, record_file=tmp_path / "r.jsonl")
+        try:
+            return await prm.judge(HISTORY, NEXT)
+        except JudgeError as error:
+            return error
+        finally:
+            await prm.aclose()
+
+    with serve_embedded(resolve("default"), name="policy") as url:
+        found = asyncio.run(run(url))
+    (line,) = (json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines())
+    said = line["votes"][0]["text"]
+    if isinstance(found, JudgeError):
+        assert "no verdict in" in str(found)  # it answered, in prose: no vote, and nothing neutral
+    else:
+        assert found.verdict in (-1, 0, 1)
+        assert found.tokens > 200
+    assert said

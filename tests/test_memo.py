@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from recipes.openclawrl.memo import add, alike, contradicts, rendered
 from reef.cli.app import build
+from reef.gateway.memo import HEADING, with_memo
 from reef.recipe import Rule, Turn, Verdict
 from reef.sessions.fate import Fate
 from reef.store.database import open_database
@@ -266,3 +267,14 @@ def test_the_newest_report_counts_whatever_its_id(running: Stack) -> None:
     newest = running.learn.verdict_on(turn)
     assert newest is not None
     assert newest.verdict == -1
+
+
+def test_a_served_memo_ends_the_system_text() -> None:
+    user = {"role": "user", "content": "hi"}
+    rules = ["Be brief.", "Sign as Jo."]
+    told = with_memo({"model": "m", "messages": [{"role": "system", "content": "You help."}, user]}, rules)
+    assert told["messages"][0]["content"] == f"You help.\n\n{HEADING}\n- Be brief.\n- Sign as Jo."
+    assert told["messages"][1] == user
+    assert [m["role"] for m in with_memo({"messages": [user]}, rules)["messages"]] == ["system", "user"]
+    assert with_memo({"messages": [user]}, []) == {"messages": [user]}
+    assert with_memo({"prompt": "hi"}, rules) == {"prompt": "hi"}

@@ -85,10 +85,10 @@ class Body:
         h = self._embed(rows.ids)
         turn = self._turn(torch.arange(rows.ids.shape[1])[None], h)
         kept: KeysValues = []
-        for layer in self._layers:
+        for layer in self._layers[:-1]:
             h, kv = self._block(layer, h, turn, None, None, {}, "")
             kept.append(kv)
-        return kept
+        return [*kept, self._keys_values(self._layers[-1], h, turn)]
 
     def embed(self, rows: Padded) -> Tensor:
         """What enters layer 0, [B, S, D]."""
@@ -112,6 +112,15 @@ class Body:
     def _turn(self, positions: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self._rotary(h, positions)
         return cos[:, None], sin[:, None]
+
+    def _keys_values(self, layer: Any, h: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """What the last layer's attention would be asked of `h`; its output is not needed."""
+        x = self._rms(h, layer.input_layernorm.weight)
+        k, v = (
+            linear(x).view(*x.shape[:2], self._kv_heads, self._head_width).transpose(1, 2)
+            for linear in (layer.self_attn.k_proj, layer.self_attn.v_proj)
+        )
+        return _rotate(k, turn), v
 
     def _block(
         self,

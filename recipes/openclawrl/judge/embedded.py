@@ -1,15 +1,13 @@
 """The judge that needs no endpoint: the policy's frozen base model with a trained adapter and head.
 
 Invariants: nothing is loaded before the first judgement; the model runs in one worker thread, never in
-the event loop; judgements that wait together share a forward pass. It judges the last reply and knows no
-network and no training.
+the event loop; judgements that wait together share a forward pass. It knows no network and no training.
 """
 
 from __future__ import annotations
 
 import asyncio
 import queue
-import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,29 +15,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.openclawrl.judge.votes import HINT_CHARS
+from recipes.openclawrl.judge.attribution import charges
+from recipes.openclawrl.judge.phrases import clauses, instruction, phrases
+from recipes.openclawrl.judge.style import plainer
+from recipes.openclawrl.judge.votes import VERDICTS
 from reef.errors import JudgeError, ModelError
 from reef.recipe import Verdict
 
 if TYPE_CHECKING:
     from recipes.openclawrl.judge.body import Body
-    from recipes.openclawrl.judge.head import Head
-    from recipes.openclawrl.judge.prompt import Reader
+    from recipes.openclawrl.judge.head import Head, Scores
+    from recipes.openclawrl.judge.prompt import Reader, Reading
 
 BATCH = 16
 """judgements that share a forward pass, at most"""
-WHOLE_HINT_CHARS = 160
-"""a shorter message is its own hint; of a longer one the sentences that ask are kept"""
-
-_SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")
+LASTING = frozenset({"reject_format", "reject_length", "reject_tone"})
+"""kinds of refusal that are about how replies should be, not about this task: their hint is a rule for the memo"""
+TAKEN = 4 * BATCH
+"""judgements taken from the queue at once, to batch those of similar length"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
     history: Sequence[Mapping[str, str]]
     next: Mapping[str, str]
-    started: float
     answer: Future[Verdict]
+
+
+@dataclass(frozen=True, slots=True)
+class _Detail:
+    """What else a refusal says, and the tokens read to find out."""
+
+    reject: str | None = None
+    keep: str | None = None
+    hint: str | None = None
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +76,13 @@ class EmbeddedPrm:
         self._loaded: _Loaded | None = None
 
     async def judge(self, history: Sequence[Mapping[str, str]], next: Mapping[str, str], *, memo: str = "") -> Verdict:
-        """Judge the last reply in `history` by the `next` message; `memo` is not read.
+        """Judge the replies in `history` by the `next` message; `memo` is not read.
 
         Raises JudgeError when there is no reply to judge, ModelError when the model can't be used.
         """
         if not any(message["role"] == "assistant" for message in history):
             raise JudgeError("there is no assistant reply to judge")
-        asked = _Asked(history, next, time.monotonic(), Future())
+        asked = _Asked(history, next, Future())
         self._waiting.put(asked)
         self._worker.submit(self._drain)
         return await asyncio.wrap_future(asked.answer)
@@ -83,66 +93,88 @@ class EmbeddedPrm:
         self._loaded = None
 
     def _drain(self) -> None:
-        """Answer what waits, one batch; runs in the worker thread."""
-        batch: list[_Asked] = []
-        while len(batch) < BATCH and not self._waiting.empty():
+        """Answer what waits; runs in the worker thread."""
+        taken: list[_Asked] = []
+        while len(taken) < TAKEN and not self._waiting.empty():
             asked = self._waiting.get()
             if asked.answer.set_running_or_notify_cancel():
-                batch.append(asked)
-        if not batch:
-            return
-        try:
-            verdicts = self._verdicts(batch)
-        except Exception as error:  # the worker's boundary: whoever awaits gets it
-            for asked in batch:
-                asked.answer.set_exception(error)
-            return
-        for asked, verdict in zip(batch, verdicts, strict=True):
-            asked.answer.set_result(verdict)
+                taken.append(asked)
+        taken.sort(key=lambda asked: sum(len(m["content"]) for m in asked.history[-2:]))
+        for at in range(0, len(taken), BATCH):
+            batch = taken[at : at + BATCH]
+            try:
+                verdicts = self._verdicts(batch)
+            except Exception as error:  # the worker's boundary: whoever awaits gets it
+                for asked in batch:
+                    asked.answer.set_exception(error)
+                continue
+            for asked, verdict in zip(batch, verdicts, strict=True):
+                asked.answer.set_result(verdict)
 
     def _verdicts(self, batch: Sequence[_Asked]) -> list[Verdict]:
-        loaded = self._load()
-        scores = self._scores([(a.history, a.next) for a in batch])
-        verdicts: list[Verdict] = []
-        for asked, row in zip(batch, scores, strict=True):
-            verdict, confidence = loaded.head.decide(row)
-            last = max(i for i, m in enumerate(asked.history) if m["role"] == "assistant")
-            target = last if verdict else None
-            verdicts.append(
-                Verdict(
-                    verdict=verdict,
-                    target=target,
-                    charges=() if target is None else ((target, verdict),),
-                    hint=self._hint(asked) if verdict == -1 else None,
-                    confidence=round(confidence, 4),
-                    votes=({"verdict": verdict, "probabilities": _named(row)},),
-                    judge=self.name,
-                    seconds=time.monotonic() - asked.started,
-                )
-            )
-        return verdicts
+        started = time.monotonic()
+        scored = self._scores([(a.history, a.next) for a in batch])
+        share = (time.monotonic() - started) / len(batch)
+        return [self._verdict(asked, *found, share) for asked, found in zip(batch, scored, strict=True)]
 
-    def _hint(self, asked: _Asked) -> str | None:
-        """What the user asked for in their own words: the message, or its sentences that reject the reply."""
-        least, most = HINT_CHARS
+    def _verdict(self, asked: _Asked, reading: Reading, scores: Scores, seconds: float) -> Verdict:
+        """One verdict; `seconds` is its share of the batch's time."""
+        started = time.monotonic()
+        verdict, confidence = self._load().head.decide(scores.verdict)
+        newest = reading.replies[-1]
+        best = max(range(len(reading.replies)), key=lambda i: scores.target[i])
+        target = reading.replies[best]
+        undo = scores.kind["undo_to_earlier"] > scores.kind["earlier_target"]
+        kind = max(scores.kind, key=lambda k: scores.kind[k])
+        detail = self._detail(asked, kind) if verdict == -1 else _Detail()
+        return Verdict(
+            verdict=verdict,
+            target=target if verdict else None,
+            charges=charges(verdict, target, newest, undo),
+            reject=detail.reject,
+            keep=detail.keep,
+            hint=detail.hint,
+            rule=detail.hint if kind in LASTING else None,
+            confidence=round(confidence, 4),
+            votes=(
+                {
+                    "verdict": verdict,
+                    "probabilities": _named(scores.verdict),
+                    "kind": kind,
+                    "target": round(scores.target[best], 4),
+                },
+            ),
+            judge=self.name,
+            seconds=round(seconds + time.monotonic() - started, 4),
+            tokens=reading.tokens + detail.tokens,
+        )
+
+    def _detail(self, asked: _Asked, kind: str) -> _Detail:
+        """What a refusal refuses and keeps, and the hint: how to write instead of a refused form, else the
+        instruction in the user's own words."""
         if asked.next["role"] != "user":
-            return None
-        text = " ".join(asked.next["content"].split())
-        if len(text) > WHOLE_HINT_CHARS:
-            parts = [part.strip() for part in _SENTENCE.split(asked.next["content"]) if part.strip()][:BATCH]
-            rejecting = [
-                row[0] for row in self._scores([(asked.history, {"role": "user", "content": p}) for p in parts])
-            ]
-            wanted = max(0.5, 0.8 * max(rejecting)) if max(rejecting) >= 0.5 else max(rejecting)
-            text = " ".join(p for p, score in zip(parts, rejecting, strict=True) if score >= wanted)
-        text = text[:most]
-        return text if len(text) > least else None
+            return _Detail()
+        parts = clauses(asked.next["content"])
+        tokens, reject, keep, refusing = 0, None, None, [1.0] * len(parts)
+        if len(parts) > 1:
+            scored = self._scores([(asked.history, {"role": "user", "content": part}) for part in parts])
+            tokens = sum(reading.tokens for reading, _ in scored)
+            refusing = [s.verdict[VERDICTS.index(-1)] for _, s in scored]
+            reject, keep = phrases(parts, refusing, [s.verdict[VERDICTS.index(1)] for _, s in scored])
+        hint = instruction(parts, refusing)
+        if kind == "reject_format":
+            reply = next(m["content"] for m in reversed(asked.history) if m["role"] == "assistant")
+            hint = plainer(reply) or hint
+        return _Detail(reject, keep, hint, tokens)
 
-    def _scores(self, asked: Sequence[tuple[Sequence[Mapping[str, str]], Mapping[str, str]]]) -> list[list[float]]:
+    def _scores(
+        self, asked: Sequence[tuple[Sequence[Mapping[str, str]], Mapping[str, str]]]
+    ) -> list[tuple[Reading, Scores]]:
         from recipes.openclawrl.judge.head import score
 
         loaded = self._load()
-        return score(loaded.body, loaded.head, [loaded.reader.read(history, next) for history, next in asked])
+        readings = [loaded.reader.read(history, said) for history, said in asked]
+        return list(zip(readings, score(loaded.body, loaded.head, readings, asked), strict=True))
 
     def _load(self) -> _Loaded:
         if self._loaded is None:

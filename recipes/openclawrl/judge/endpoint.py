@@ -43,8 +43,8 @@ _HINT_RULES = {
     "reject": f"when the verdict is -1, {_HINT} Otherwise null.",
     "accept": f"when the verdict is 1, {_HINT} Otherwise null.",
 }
-_UNHELD = frozenset({400, 404, 415, 422, 500, 501})
-"""statuses of servers that can't hold an answer to a schema; asked once more without it"""
+_UNHELD = frozenset({400, 404, 415, 422, 501})
+"""statuses that say a server can't hold an answer to a schema: it is asked without one from then on"""
 _HINTED = {"both": (1, -1), "reject": (-1,), "accept": (1,)}
 
 _log = logging.getLogger(__name__)
@@ -151,10 +151,10 @@ class OpenAIPrm:
 
     async def _vote(self, prompt: str) -> _Cast:
         """One vote, after as many attempts as it takes and are allowed."""
-        note, tokens, attempt = "", 0, 0
+        note, tokens, attempt, plain = "", 0, 0, False
         while attempt < self._attempts:
             wait = min(self._backoff_s * 2**attempt, BACKOFF_CAP_S) * random.uniform(0.7, 1.3)
-            held = self._structured
+            held = self._structured and not plain
             try:
                 async with self._slots, asyncio.timeout(self._timeout_s):
                     response = await self._ask(prompt, held)
@@ -167,8 +167,10 @@ class OpenAIPrm:
                 note = str(error)
             except _Refused as error:
                 note = str(error)
-                if held and error.status in _UNHELD:
-                    self._structured = False  # this server can't; the prompt asks for JSON anyway
+                if held and (error.status in _UNHELD or error.status == 500):
+                    # The prompt asks for JSON anyway. A 500 may be passing: it counts for this vote alone.
+                    self._structured = self._structured and error.status == 500
+                    plain = True
                     continue
                 if error.status < 500 and error.status not in _RETRIED:
                     return _Cast(None, note, tokens)

@@ -1,14 +1,14 @@
-"""The trained part of the embedded judge: adapter, verdict head and the numbers that calibrate them.
+"""The trained part of the embedded judge: adapter, heads and the numbers that calibrate them.
 
 Owns the two files that ship (`weights.safetensors`, `weights.json`) and how hidden states become a
-probability for each verdict. Weights belong to one base model and one prompt layout and refuse others.
-It knows no corpus and no optimiser.
+probability for each verdict, for each kind of reaction and for each reply. Weights belong to one base
+model and one prompt layout and refuse others. It knows no corpus and no optimiser.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,26 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional as fn
 
+from recipes.openclawrl.judge.attribution import features, places
 from recipes.openclawrl.judge.body import Adapter, Body, Padded
 from recipes.openclawrl.judge.prompt import VERSION, Reading
+from recipes.openclawrl.judge.votes import VERDICTS
 from reef.errors import ModelError
 
-VERDICTS = (-1, 0, 1)
-"""the classes, in the order of the head's rows"""
 SHIPPED = Path(__file__).parent
+PARTS = ("verdict", "kind", "place")
+"""the linear heads on the pooled suffix"""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the model makes of one reaction."""
+
+    verdict: tuple[float, ...]
+    """probabilities in the order of `VERDICTS`"""
+    kind: Mapping[str, float]
+    target: tuple[float, ...]
+    """probabilities of the shown replies, newest last"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +46,12 @@ class Head:
     """Everything training produced."""
 
     adapter: Adapter
-    weight: Tensor
-    """[3, 2 D]"""
-    bias: Tensor
-    """[3]"""
+    linear: Mapping[str, tuple[Tensor, Tensor]]
+    """for each of `PARTS` weight [n, 2 D] and bias [n]"""
+    cue: Tensor
+    """[features], weight of each measure of what a message says of a reply"""
     temperature: float
-    """divides the logits"""
+    """divides the verdict logits"""
     threshold: float
     """a +1 or -1 less probable than this is 0"""
     card: dict[str, Any] = field(default_factory=dict)
@@ -53,20 +66,20 @@ class Head:
     def load(folder: Path, body: Body) -> Head:
         """Read the weights in `folder` for `body`. Raises ModelError when they belong to another base or prompt."""
         card = _card(folder)
-        try:
-            tensors = load_file(folder / "weights.safetensors")
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"the judge's weights can't be read from {folder}: {error}") from error
         if card["base"]["fingerprint"] != body.fingerprint or card["prompt"] != VERSION:
             raise ModelError(
                 f"the judge's weights were trained on {card['base']['name']} with prompt {card['prompt']}, this is"
                 f" {body.name} with prompt {VERSION}; train some with `python -m recipes.openclawrl.judge.train`"
             )
+        try:
+            tensors = load_file(folder / "weights.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"the judge's weights can't be read from {folder}: {error}") from error
         names = {name.rpartition(".")[0] for name in tensors if name.endswith((".a", ".b"))}
         return Head(
             adapter={n: (tensors[f"{n}.a"].float(), tensors[f"{n}.b"].float()) for n in sorted(names)},
-            weight=tensors["head.weight"].float(),
-            bias=tensors["head.bias"].float(),
+            linear={p: (tensors[f"{p}.weight"].float(), tensors[f"{p}.bias"].float()) for p in PARTS},
+            cue=tensors["cue"].float(),
             temperature=card["temperature"],
             threshold=card["threshold"],
             card=card,
@@ -75,11 +88,17 @@ class Head:
     def save(self, folder: Path) -> None:
         """Write the two files; the tensors in half precision."""
         tensors = {f"{n}.{s}": t for n, pair in self.adapter.items() for s, t in zip("ab", pair, strict=True)}
-        tensors |= {"head.weight": self.weight, "head.bias": self.bias}
+        for part, (weight, bias) in self.linear.items():
+            tensors |= {f"{part}.weight": weight, f"{part}.bias": bias}
+        tensors["cue"] = self.cue
         folder.mkdir(parents=True, exist_ok=True)
         packed = save({n: t.detach().half().contiguous() for n, t in tensors.items()})
         (folder / "weights.safetensors").write_bytes(packed)
         (folder / "weights.json").write_text(json.dumps(self.card, indent=1) + "\n", encoding="utf-8")
+
+    def logits(self, part: str, pooled: Tensor) -> Tensor:
+        """Of one of `PARTS`, [B, n]."""
+        return fn.linear(pooled, *self.linear[part])
 
     def probabilities(self, logits: Tensor) -> Tensor:
         return torch.softmax(logits / self.temperature, dim=-1)
@@ -107,11 +126,31 @@ def pool(h: Tensor, lengths: Tensor) -> Tensor:
     return torch.cat([mean, h[torch.arange(h.shape[0]), lengths - 1]], dim=-1)
 
 
+def target_logits(place: Tensor, cue: Tensor, replies: Sequence[int], cues: Sequence[Sequence[float]]) -> Tensor:
+    """One logit for each shown reply: what the message says of its place [3], and of its words [n][features]."""
+    at = torch.tensor(places(replies), dtype=place.dtype)
+    return at @ place + torch.tensor(cues, dtype=place.dtype) @ cue
+
+
 @torch.inference_mode()
-def score(body: Body, head: Head, readings: Sequence[Reading]) -> list[list[float]]:
-    """Probabilities in the order of `VERDICTS` for each reading, one batch."""
+def score(
+    body: Body,
+    head: Head,
+    readings: Sequence[Reading],
+    reactions: Sequence[tuple[Sequence[Mapping[str, str]], Mapping[str, str]]],
+) -> list[Scores]:
+    """What the model makes of each reaction (history, next) laid out as `readings`, one batch."""
     context = Padded.of([r.context for r in readings])
     suffix = Padded.of([r.suffix for r in readings])
     h = body.suffix(body.embed(suffix), body.context(context), context.lengths, head.adapter, range(body.depth))
-    logits = fn.linear(pool(h, suffix.lengths), head.weight, head.bias)
-    return head.probabilities(logits).tolist()
+    pooled = pool(h, suffix.lengths)
+    verdicts = head.probabilities(head.logits("verdict", pooled)).tolist()
+    kinds = torch.softmax(head.logits("kind", pooled), -1).tolist()
+    place = head.logits("place", pooled)
+    out: list[Scores] = []
+    for i, (reading, (history, said)) in enumerate(zip(readings, reactions, strict=True)):
+        cues = features(history, said, reading.replies)
+        target = torch.softmax(target_logits(place[i], head.cue, reading.replies, cues), -1).tolist()
+        named = dict(zip(head.card["kinds"], kinds[i], strict=True))
+        out.append(Scores(tuple(verdicts[i]), named, tuple(target)))
+    return out

@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-VERSION = "e1"
-REQUEST_TOKENS, REPLY_TOKENS, NEXT_TOKENS = (40, 90, 70)
+VERSION = "e2"
+REQUEST_TOKENS, REPLY_TOKENS, NEXT_TOKENS = (40, 80, 64)
+SHOWN_REPLIES = 4
+"""of the history's end, among which the one that is meant is looked for"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,12 @@ class Reading:
     """request and reply"""
     suffix: tuple[int, ...]
     """next message, and the opening of the answer it would get"""
+    replies: tuple[int, ...]
+    """indices in the history of the replies that may be meant, newest last"""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.context) + len(self.suffix)
 
 
 class Reader:
@@ -33,19 +41,18 @@ class Reader:
         self._open = {role: self._markup(f"<|im_start|>{role}\n") for role in ("user", "assistant", "tool")}
         self._close = self._markup("<|im_end|>\n")
 
-    def read(self, history: Sequence[Mapping[str, str]], next: Mapping[str, str], target: int | None = None) -> Reading:
-        """Lay out the reply at `target` (the last reply if None), what it answered, and what came next.
+    def read(self, history: Sequence[Mapping[str, str]], next: Mapping[str, str]) -> Reading:
+        """Lay out the last reply, what it answered, and what came next.
 
         Raises ValueError when the history holds no reply.
         """
         replies = [i for i, m in enumerate(history) if m["role"] == "assistant"]
         if not replies:
             raise ValueError("the history holds no assistant reply")
-        at = replies[-1] if target is None else target
-        request = self._part("user", asked_before(history, at), REQUEST_TOKENS)
-        reply = self._part("assistant", history[at]["content"], REPLY_TOKENS)
+        request = self._part("user", asked_before(history, replies[-1]), REQUEST_TOKENS)
+        reply = self._part("assistant", history[replies[-1]]["content"], REPLY_TOKENS)
         said = self._part("user" if next["role"] == "user" else "tool", next["content"], NEXT_TOKENS)
-        return Reading(context=(*request, *reply), suffix=(*said, *self._open["assistant"]))
+        return Reading((*request, *reply), (*said, *self._open["assistant"]), tuple(replies[-SHOWN_REPLIES:]))
 
     def _markup(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

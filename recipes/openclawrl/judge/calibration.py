@@ -1,0 +1,122 @@
+"""Turning verdict logits into probabilities one can act on, and measuring them.
+
+Pure functions of logits [N, 3] in the order of `VERDICTS` and of class indices [N]. They know no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as fn
+
+from recipes.openclawrl.judge.head import Head, target_logits
+from recipes.openclawrl.judge.prepared import Prepared
+from recipes.openclawrl.judge.votes import VERDICTS
+
+NEUTRAL = VERDICTS.index(0)
+COVERAGES = (1.0, 0.9, 0.75, 0.5, 0.25)
+
+
+def calibrate(head: Head, logits: Tensor, verdicts: Tensor) -> Head:
+    """Set bias, temperature and threshold by the logits that `head` gave rows it was not trained on.
+
+    Bias and temperature minimise the log loss; the threshold maximises right minus reversed verdicts.
+    """
+    shift = torch.zeros(len(VERDICTS), requires_grad=True)
+    heat = torch.zeros((), requires_grad=True)
+    optimiser = torch.optim.LBFGS([shift, heat], max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimiser.zero_grad()
+        prior = 0.01 * (shift.square().sum() + heat.square())
+        value = fn.cross_entropy((logits + shift) / heat.exp(), verdicts) + prior
+        value.backward()
+        return value
+
+    optimiser.step(loss)
+    moved, temperature = shift.detach(), heat.exp().item()
+    probabilities = torch.softmax((logits + moved) / temperature, dim=-1)
+
+    def worth(threshold: float) -> float:
+        guess = decided(probabilities, threshold)
+        return ((guess == verdicts).float() - ((guess - verdicts).abs() == 2).float()).mean().item()
+
+    threshold = max((0.34 + 0.02 * i for i in range(14)), key=worth)
+    weight, bias = head.linear["verdict"]
+    linear = {**head.linear, "verdict": (weight, bias + moved)}
+    return replace(head, linear=linear, temperature=temperature, threshold=threshold)
+
+
+def calibrate_target(head: Head, place: Tensor, rows: Sequence[Prepared]) -> Head:
+    """Weigh place against words by rows the head was not trained on, `place` [N, 3] its logits for them.
+
+    Six numbers are fitted: what a message's words weigh, and scale and offset of what it says of a reply's place.
+    """
+    asked = [(i, row) for i, row in enumerate(rows) if row.target is not None]
+    if not asked:
+        return head
+    cue = head.cue.clone().requires_grad_()
+    scale = torch.ones((), requires_grad=True)
+    shift = torch.zeros(place.shape[1], requires_grad=True)
+    optimiser = torch.optim.LBFGS([cue, scale, shift], max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimiser.zero_grad()
+        value = 0.002 * (cue - head.cue).square().sum() + 0.1 * (scale - 1).square() + 0.02 * shift.square().sum()
+        for i, row in asked:
+            logits = target_logits(scale * place[i] + shift, cue, row.replies, row.cues)
+            value = value + fn.cross_entropy(logits[None], torch.tensor([row.target])) / len(asked)
+        value.backward()
+        return value
+
+    optimiser.step(loss)
+    weight, bias = head.linear["place"]
+    by = scale.detach()
+    linear = {**head.linear, "place": (weight * by, bias * by + shift.detach())}
+    return replace(head, linear=linear, cue=cue.detach())
+
+
+def measure(head: Head, logits: Tensor, verdicts: Tensor) -> dict[str, Any]:
+    """Accuracy over three classes, accept against reject, how often a verdict is the opposite of the label,
+    and accuracy on the share of rows that the judge is surest of."""
+    probabilities = head.probabilities(logits)
+    guess = decided(probabilities, head.threshold)
+    clear = verdicts != NEUTRAL
+    sided = (probabilities[clear][:, 2] > probabilities[clear][:, 0]) == (verdicts[clear] == 2)
+    plain = probabilities.argmax(-1) == verdicts
+    surest = plain[probabilities.max(-1).values.argsort(descending=True)].float()
+    return {
+        "rows": len(verdicts),
+        "accuracy": round((guess == verdicts).float().mean().item(), 4),
+        "plain": round(plain.float().mean().item(), 4),
+        "accept_or_reject": round(sided.float().mean().item(), 4),
+        "reversed": round(((guess - verdicts).abs() == 2).float().mean().item(), 4),
+        "log_loss": round(fn.nll_loss(probabilities.clamp_min(1e-9).log(), verdicts).item(), 4),
+        "by_coverage": {str(c): round(surest[: max(1, round(c * len(surest)))].mean().item(), 4) for c in COVERAGES},
+    }
+
+
+def decided(probabilities: Tensor, threshold: float) -> Tensor:
+    """The class of each row; one of the outer two less probable than `threshold` becomes the neutral one."""
+    best, guess = probabilities.max(dim=-1)
+    return torch.where((best < threshold) & (guess != NEUTRAL), torch.full_like(guess, NEUTRAL), guess)
+
+
+def targets_hit(head: Head, place: Tensor, rows: Sequence[Prepared]) -> dict[str, Any]:
+    """How often the reply meant is found, over rows with several replies, and over those that mean an earlier one."""
+    hits: list[tuple[bool, bool]] = []
+    for i, row in enumerate(rows):
+        if row.target is not None:
+            best = int(target_logits(place[i], head.cue, row.replies, row.cues).argmax())
+            hits.append((row.target != len(row.replies) - 1, best == row.target))
+    found = [hit for earlier, hit in hits if earlier]
+    return {
+        "rows": len(hits),
+        "right": round(sum(hit for _, hit in hits) / max(len(hits), 1), 4),
+        "earlier_rows": len(found),
+        "earlier_right": round(sum(found) / max(len(found), 1), 4),
+    }
