@@ -93,6 +93,8 @@ class Stack:
 
     def keep_up(self) -> None:
         """Start what has died and has no supervisor."""
+        if self.postgres is not None and not self.postgres.alive():
+            self.postgres.start()  # a server that can't recover in time gives up; an init system starts it again
         if self.engine is None or self.engine.poll() is not None:
             self.engine = self._start("engine", [str(Path(__file__)), "--engine", str(self.engine_port)])
         if self.service is None or self.service.poll() is not None:

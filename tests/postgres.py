@@ -104,6 +104,9 @@ class Server:
         """The server's own process id."""
         return int((self._data / "postmaster.pid").read_text().split()[0])
 
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def stop(self, how: int = signal.SIGINT) -> None:
         """Stop: SIGINT rolls back and checkpoints, SIGQUIT is a crash."""
         if self._process is None:
