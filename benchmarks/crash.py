@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -106,22 +105,21 @@ class Stack:
         with (self.dir / f"{name}.log").open("ab") as log:
             return subprocess.Popen([sys.executable, *arguments], stdout=log, stderr=log, env=env, cwd=ROOT)
 
-    def victims(self) -> dict[str, int]:
-        """Process ids by name of whatever runs now."""
-        found: dict[str, int] = {}
-        for name, process in (("engine", self.engine), ("service", self.service)):
-            if process is not None and process.poll() is None:
-                found[name] = process.pid
+    def victims(self) -> dict[str, psutil.Process]:
+        """Whatever runs now, by name. `kill` of such a process never hits another that got its number."""
+        found: dict[str, psutil.Process] = {}
         try:
-            for child in psutil.Process(found["service"]).children():
+            for name, process in (("engine", self.engine), ("service", self.service)):
+                if process is not None and process.poll() is None:
+                    found[name] = psutil.Process(process.pid)
+            for child in found["service"].children():
                 for part in child.cmdline():
                     if part in PROCESSES:
-                        found[PROCESSES[part]] = child.pid
-            if self.postgres is not None:
-                backends = psutil.Process(self.postgres.postmaster()).children()
-                if backends:
-                    found["database"] = random.choice(backends).pid
-        except (psutil.Error, KeyError, OSError, ValueError):
+                        found[PROCESSES[part]] = child
+            backends = self.postgres.backends() if self.postgres is not None else []
+            if backends:
+                found["database"] = random.choice(backends)
+        except (psutil.Error, KeyError):
             pass
         return found
 
@@ -291,8 +289,8 @@ def kill_for(stack: Stack, kills: int, mean_s: float, seed: int) -> Counter[str]
             names = sorted(running)
             name = dice.choices(names, [WEIGHTS[n] for n in names])[0]
             try:
-                os.kill(running[name], signal.SIGKILL)
-            except ProcessLookupError:
+                running[name].kill()
+            except psutil.NoSuchProcess:
                 continue
             done.append(name)
             notes.write(json.dumps({"victim": name, "time": time.time()}) + "\n")

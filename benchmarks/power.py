@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,18 +86,17 @@ class Disk:
 
 def kill_all(stack: Stack) -> None:
     """Every process of the stack at once, as a power cut does."""
+    family = []
+    for process in (stack.service, stack.engine):
+        if process is not None and process.poll() is None:  # else its number may be somebody else's by now
+            family += [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(family, timeout=30)
     for process in (stack.service, stack.engine):
         if process is not None:
-            family = [process.pid]
-            if psutil.pid_exists(process.pid):
-                family += [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-            for pid in family:
-                try:
-                    os.kill(pid, 9)
-                except ProcessLookupError:
-                    continue
             process.wait()
-            psutil.wait_procs([psutil.Process(p) for p in family if psutil.pid_exists(p)], timeout=10)
 
 
 @contextmanager

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 UNPRIVILEGED = ("postgres", "nobody")
 
 
@@ -100,19 +102,33 @@ class Server:
     def url(self, name: str) -> str:
         return f"postgresql://reef:{self.password}@127.0.0.1:{self.port}/{name}"
 
-    def postmaster(self) -> int:
-        """The server's own process id."""
-        return int((self._data / "postmaster.pid").read_text().split()[0])
-
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def postmaster(self) -> psutil.Process | None:
+        """The server itself, below the command that changed the user. Never found by the number in its
+        file, which may be another process's by now."""
+        if not self.alive():
+            return None
+        assert self._process is not None
+        started = psutil.Process(self._process.pid)
+        if started.name() == "postgres":
+            return started
+        return next((child for child in started.children() if child.name() == "postgres"), None)
+
+    def backends(self) -> list[psutil.Process]:
+        """The server's own processes."""
+        main = self.postmaster()
+        return main.children() if main is not None else []
 
     def stop(self, how: int = signal.SIGINT) -> None:
         """Stop: SIGINT rolls back and checkpoints, SIGQUIT is a crash."""
         if self._process is None:
             return
-        with suppress(OSError, ValueError):
-            os.kill(self.postmaster(), how)
+        with suppress(psutil.Error):
+            main = self.postmaster()
+            if main is not None:
+                main.send_signal(how)
         try:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
