@@ -18,6 +18,7 @@ SIZE = 8
 OPENING = 6
 """words by which a quoted text is found again"""
 _ZERO_WIDTH = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"))
+_DIGITS = re.compile(r"\d+")
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af]|[^\W_]+")
 
 
@@ -26,6 +27,11 @@ def fold(text: str) -> str:
     if not text.isascii():
         text = unicodedata.normalize("NFC", text.translate(_ZERO_WIDTH))
     return " ".join(text.split())
+
+
+def numberless(text: str) -> str:
+    """Folded text without its digits: the same before and after a clock moved on."""
+    return _DIGITS.sub("", fold(text))
 
 
 def canonical_arguments(arguments: str) -> str:

@@ -8,25 +8,21 @@ the order and the thresholds; it reads the index and changes nothing.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from reef.sessions.digest import digest, extend, fold, join, opening, openings, words
+from reef.sessions.digest import digest, fold, join, numberless, opening, openings, words
 from reef.sessions.index import By, Index, Node, key
+from reef.sessions.keys import DISTINCT, group_key, session_key, text_of, variants
 from reef.sessions.ladder import KnownId
-from reef.sessions.transcript import CALL, HARNESS, TEXT, USER, Atom, Group, Transcript, agreement, strings_in_call
+from reef.sessions.transcript import CALL, HARNESS, TEXT, USER, Atom, Group, Transcript, agreement
 
-DISTINCT = 24
-"""characters from which a reply is taken to be unlike any other"""
 LOOK_BACK = 8
 """replies of a request that are looked up, newest first"""
 QUOTED_WORDS = 6000
 """words of a request searched for quotes of what was served"""
 SUMMARY = "summary"
 """kind of the side calls whose text stands for a conversation later on"""
-SAID_WORDS = 32
-"""words of a reply kept to recognise it in a quote or a cut echo"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +51,6 @@ class Found:
     runner_up: Node | None = None
     ambiguous: tuple[Node, ...] = ()
     """equally likely parents"""
-    forked: Node | None = None
-    """the reply it goes on from belongs to a conversation with another id"""
     quoted: tuple[Node, ...] = ()
     """exchanges whose reply is quoted in it"""
     task: Node | None = None
@@ -68,7 +62,6 @@ class _Choice:
     node: Node | None
     runner_up: Node | None = None
     tied: tuple[Node, ...] = ()
-    forked: Node | None = None
 
 
 class Finder:
@@ -117,23 +110,25 @@ class Finder:
         if not t.results or not t.groups:
             return None
         group = t.groups[-1]
-        variants = [key(ask.scope, By.REPLY, v) for v in _variants(t.atoms[group.start : group.end])]
+        said = [key(ask.scope, By.REPLY, v) for v in variants(t.atoms[group.start : group.end])]
         nodes = self._index.under_any([key(ask.scope, By.CALL, digest("call", id)) for id in t.results])
-        same = [n for n in nodes if any(v in n.keys for v in variants)]
-        for narrower in (self._in_place(ask, group), lambda n: not n.continued):
-            same = [n for n in same if narrower(n)] if len(same) > 1 else same
+        same = [n for n in nodes if any(v in n.keys for v in said)]
+        if len(same) > 1:
+            same = self._in_place(ask, group, same)
+        if len(same) > 1:
+            same = [n for n in same if not n.continued]
         if len(same) != 1:
             return None
         whole = same[0].chain == t.chains[group.end]
         reason = "it answers the tool calls of that reply, by their ids"
         return self._settle(ask, same, group, "prefix" if whole else "reply_anchor", 1.0 if whole else 0.98, reason)
 
-    def _in_place(self, ask: Ask, group: Group) -> Callable[[Node], bool]:
-        """Whether a reply stood after the same atom as `group` does."""
+    def _in_place(self, ask: Ask, group: Group, nodes: Sequence[Node]) -> list[Node]:
+        """Those whose reply stood after the same atom as `group` does."""
         t = ask.transcript
         one, _ = agreement(t.atoms[: group.start])
-        wanted = {key(ask.scope, By.REPLY_1, join((v, one))) for v in _variants(t.atoms[group.start : group.end])}
-        return lambda n: not wanted.isdisjoint(n.keys)
+        wanted = {key(ask.scope, By.REPLY_1, join((v, one))) for v in variants(t.atoms[group.start : group.end])}
+        return [n for n in nodes if not wanted.isdisjoint(n.keys)]
 
     def _by_group(self, ask: Ask) -> Found | None:
         """The newest reply under the same id and of the same kind of request, where the transcript is mute.
@@ -144,7 +139,9 @@ class Finder:
         known = ask.known
         if known is None:
             return None
-        nodes = [n for n in self._index.under(_group_key(ask.scope, known, ask.transcript)) if n.side is None]
+        nodes = [
+            n for n in self._index.under(group_key(ask.scope, known.group, ask.transcript.shape)) if n.side is None
+        ]
         if not nodes:
             return None
         newest = nodes[-1]
@@ -171,7 +168,8 @@ class Finder:
         if found:
             return found
         one, two = agreement(before)
-        for variant in _variants(reply):
+        echoes = variants(reply)
+        for variant in echoes:
             for by, context, score in ((By.REPLY_2, two, 0.97), (By.REPLY_1, one, 0.95)):
                 nodes = self._index.under(key(ask.scope, by, join((variant, context))))
                 reason = f"the {place} is its reply, and so is what stood before"
@@ -181,7 +179,7 @@ class Finder:
         said = _said(reply)
         last = next((a for a in reversed(before) if a.kind == USER), None)
         echoed = last.text if last else ""
-        for variant in _variants(reply):
+        for variant in echoes:
             nodes = self._index.under(key(ask.scope, By.REPLY, variant))
             alike = [n for n in nodes if last and (last.digest in n.tail or wraps(n.asked, echoed))]
             reason = f"the {place} is its reply"
@@ -216,7 +214,7 @@ class Finder:
         """The client wrote something around the reply."""
         if group.end != ask.transcript.groups[-1].end:
             return None
-        said = words(_text(reply))
+        said = words(text_of(reply))
         if len(said) > QUOTED_WORDS:
             return None
         text = " ".join(said)
@@ -237,7 +235,7 @@ class Finder:
             return Found(None, group.end, method, 0.5, why, ambiguous=choice.tied)
         if choice.node is None:
             why = "the reply it goes on from belongs to a conversation with another id"
-            return Found(None, group.end, method, score, why, forked=choice.forked)
+            return Found(None, group.end, method, score, why)
         if choice.node.kind == SUMMARY and score < 0.95:
             return self._after_summary(ask, choice.node, group.end, (choice.node,))
         return Found(choice.node, group.end, method, score, reason, runner_up=choice.runner_up)
@@ -248,7 +246,7 @@ class Finder:
         rule = ask.known.rule if ask.known else None
         fits = [n for n in nodes if not (mine and n.group and n.group != mine and n.group.startswith(f"{rule}:"))]
         if not fits:
-            return _Choice(None, forked=nodes[-1])
+            return _Choice(None)
 
         def rank(n: Node) -> tuple[bool, ...]:
             live = ask.time - n.time <= self._live_s
@@ -298,7 +296,7 @@ class Finder:
     def _grown(self, ask: Ask, quoted: Sequence[Node]) -> Found | None:
         """A client that sends its conversation as one text: the last prompt, the reply, what is new."""
         t = ask.transcript
-        newest = t.newest()
+        newest = t.newest
         if newest is None or t.groups:
             return None
         text = " ".join(words(t.atoms[newest].text))
@@ -371,99 +369,18 @@ class Finder:
         return count
 
 
-def node_keys(
-    node: Node, t: Transcript, known: KnownId | None, response: str | None, calls: Sequence[str]
-) -> Iterable[bytes]:
-    """The keys under which an exchange is found again."""
-    scope = node.scope
-    yield key(scope, By.REQUEST, node.request)
-    newest = t.newest()
-    if newest is not None:
-        yield key(scope, By.USER, t.atoms[newest].digest)
-    if not t.reply:
-        return
-    yield key(scope, By.CHAIN, node.chain)
-    one, two = agreement(t.atoms)
-    for variant in dict.fromkeys((*_variants(t.reply), *_variants(t.bare))):
-        yield key(scope, By.REPLY, variant)
-        yield key(scope, By.REPLY_1, join((variant, one)))
-        yield key(scope, By.REPLY_2, join((variant, two)))
-    first = opening(node.said.split(" "))
-    if first:
-        yield key(scope, By.OPENING, first)
-    for id in calls:
-        yield key(scope, By.CALL, digest("call", id))
-    for atom in t.reply:
-        if atom.kind == CALL:
-            for text in strings_in_call(atom):
-                yield key(scope, By.QUOTE, digest("whole", fold(text)))
-                quote = opening(words(text)) if len(text) >= DISTINCT else None
-                if quote:
-                    yield key(scope, By.QUOTE, quote)
-    if response:
-        yield key(scope, By.RESPONSE, digest("id", response))
-    if node.side is None:
-        yield from head_keys(node, t, known)
-
-
-def head_keys(node: Node, t: Transcript, known: KnownId | None) -> Iterable[bytes]:
-    """The keys under which an exchange is its session's newest."""
-    yield session_key(node.scope, node.session)
-    if known:
-        yield _group_key(node.scope, known, t)
-
-
-def ending_of(reply: Sequence[Atom]) -> str:
-    """The last characters of a reply, to find where it ends in a longer text."""
-    text = _text(reply).rstrip()
-    return text[-48:] if len(text) >= 8 else ""
-
-
-def said_of(reply: Sequence[Atom]) -> str:
-    """The first words of a reply."""
-    return " ".join(words(_text(reply))[:SAID_WORDS])
-
-
 def wraps(asked: str, echoed: str) -> bool:
     """Whether one is the other with something before or after it."""
     a, b = fold(asked), fold(echoed)
     if not a or not b:
         return False
-    if len(a) >= DISTINCT and _DIGITS.sub("", a) == _DIGITS.sub("", b):
+    if len(a) >= DISTINCT and numberless(a) == numberless(b):
         return True  # a clock
     return a == b or (min(len(a), len(b)) >= 8 and (a.startswith(b) or a.endswith(b) or b.startswith(a)))
 
 
-_DIGITS = re.compile(r"\d+")
-
-
-def session_key(scope: bytes, session: str) -> bytes:
-    return key(scope, By.SESSION, digest("session", session))
-
-
-def _group_key(scope: bytes, known: KnownId, t: Transcript) -> bytes:
-    return key(scope, By.GROUP, extend(digest("group", known.group), t.shape))
-
-
-def _variants(reply: Sequence[Atom]) -> list[bytes]:
-    """A reply whole, its calls alone, its text alone: clients drop one or the other."""
-    whole = join(a.digest for a in reply)
-    calls = [a.digest for a in reply if a.kind == CALL]
-    texts = [a.digest for a in reply if a.kind == TEXT]
-    out = [whole]
-    if calls and texts:
-        out += [join(calls), join(texts)]
-    if len(calls) > 1:
-        out += [join(sorted(calls)), join(calls[-1:])]
-    return out
-
-
-def _text(reply: Sequence[Atom]) -> str:
-    return " ".join(a.text for a in reply if a.kind == TEXT)
-
-
 def _said(reply: Sequence[Atom]) -> str:
-    return " ".join(words(_text(reply)))
+    return " ".join(words(text_of(reply)))
 
 
 def _near(served: str, echo: str) -> bool:

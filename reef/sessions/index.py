@@ -197,6 +197,10 @@ class Index:
                 self._insert(node)
         return node
 
+    def children(self, node: Node) -> list[Node]:
+        """The requests that react to a node's reply, oldest first."""
+        return [child for id in node.children if (child := self.get(id)) is not None]
+
     def under(self, key: bytes) -> list[Node]:
         """The newest nodes under a key, oldest first."""
         ids = self._by.get(key, ())

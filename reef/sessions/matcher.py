@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from reef.recipe import NextState
 from reef.sessions.digest import digest, extend, fold
-from reef.sessions.evidence import Ask, Finder, Found, ending_of, node_keys, said_of, session_key
+from reef.sessions.evidence import Ask, Finder, Found
 from reef.sessions.fate import Fate, arrival_fate
-from reef.sessions.harness import like_an_instruction
-from reef.sessions.index import CHILDREN, By, Index, Node, key
+from reef.sessions.index import By, Index, Node, key
+from reef.sessions.keys import ending_of, node_keys, said_of
 from reef.sessions.ladder import HEADERS, KnownId, id_in_text, known_id, previous_response
+from reef.sessions.revisions import Reviser, Revision, starts
 from reef.sessions.transcript import HARNESS, TOOL, USER, Atom, Transcript, next_state, transcript
 from reef.sessions.turntype import Side, Suspect, turn_type
 from reef.wire.exchange import Delivered, Exchange
@@ -25,24 +26,6 @@ from reef.wire.reading import call_ids_of, response_id_of
 
 ASKED = 4000
 """characters kept of a user's newest words, to tell them from what a client wraps around them"""
-
-
-@dataclass(frozen=True, slots=True)
-class Revision:
-    """What an earlier exchange is now, in the light of a later one."""
-
-    id: str
-    reason: str
-    fate: Fate | None = None
-    """settles its fate, if nothing else has"""
-    turn_type: str | None = None
-    binds: str | None = None
-    """with `rebound`: the reply it answers after all"""
-    next_state: NextState | None = None
-    rebound: bool = False
-    """its binding has changed: to `binds`, or taken back if that is None"""
-    firm: bool = False
-    """its binding no longer waits"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +45,6 @@ class Decision:
     method: str
     score: float
     reason: str
-    runner_up: str | None = None
-    """the next best parent"""
     firm: bool = True
     """False: may be a side branch, waits for the conversation's next request"""
     repeats: bool = False
@@ -118,26 +99,26 @@ class Matcher:
         found = self._finder.find(ask)
         twins = self._twins(ask)
         side = turn_type(exchange, t, found, twins, self._side_models)
-        revisions: list[Revision] = []
+        reviser = Reviser(self.index)
         sent = ""
         if isinstance(side, Side) or exchange.train_opt_out:
             place = _aside(found, side)
         else:
             sent = self._unwrap(t, found)
-            self._recognise(found.parent, revisions)
+            reviser.recognise(found.parent)
             place = self._place(t, found, suspect=side)
         node = self._node(exchange, ask, found, place, side if isinstance(side, Side) else None)
         if sent:
             node.asked, node.bare = sent[:ASKED], node.asked
         if node.binds and place.parent is not None:
-            self._continue(place.parent, node, revisions)
+            reviser.continued(place.parent, node)
         elif place.parent is not None and node.side is None and not exchange.train_opt_out:
-            self._child(place.parent, node)
-        self._ambiguous(found, node, revisions)
-        self._earlier_title(node, twins, revisions)
-        self.index.add(node, node_keys(node, t, known, response_id_of(exchange), call_ids_of(exchange)))
+            reviser.child(place.parent, node)
+        reviser.ambiguous(found, node)
+        reviser.earlier_title(node, twins)
+        self.index.add(node, node_keys(node, t, response_id_of(exchange), call_ids_of(exchange)))
         self.index.trim()
-        return self._decision(exchange, node, t, found, place, side, revisions)
+        return self._decision(exchange, node, t, found, place, side, reviser.made)
 
     # placing a main request
 
@@ -147,16 +128,16 @@ class Matcher:
         if parent is None:
             return place
         tail = _tail(t.atoms[found.after :])
-        children = [c for id in parent.children if (c := self.index.get(id)) is not None]
+        children = self.index.children(parent)
         for child in children:
             if parent.failed and child.answered and not child.asked and not child.continued:
                 return self._resumed(place, child)
             if child.tail == tail:
                 return self._again(place, parent, child, children)
-            if child.failed and not child.answered and _starts(tail, child.tail):
+            if child.failed and not child.answered and starts(tail, child.tail):
                 return self._again(place, parent, child, children)
             dropped = child.side is None and not child.failed and not child.continued
-            if dropped and len(child.tail) < len(tail) and _starts(tail, child.tail):
+            if dropped and len(child.tail) < len(tail) and starts(tail, child.tail):
                 return self._unechoed(place, t, child)
         if any(c.binds for c in children):
             place.binds, place.method = False, "branch"
@@ -193,107 +174,11 @@ class Matcher:
         place.score = 0.8
         return place
 
-    # what it changes
-
-    def _continue(self, parent: Node, node: Node, revisions: list[Revision]) -> None:
-        """`node` binds `parent`: the parent is the reply that lives on."""
-        talks = bool(node.asked)
-        if not parent.continued or (talks and not parent.talked):
-            parent.continued, parent.talked = True, parent.talked or talks
-            revisions += self._superseded(parent, node)
-            self._lives(parent, revisions)
-        self._child(parent, node)
-
-    def _child(self, parent: Node, node: Node) -> None:
-        parent.children = [*parent.children[-CHILDREN:], node.id]
-        self.index.changed(parent)
-
-    def _lives(self, node: Node, revisions: list[Revision]) -> None:
-        """A request goes on from `node`: its reaction to its parent counts, and not a harness's beside it. Words of
-        a user who edited them later stay the reaction."""
-        if node.binds and not node.firm:
-            node.firm = True
-            revisions.append(Revision(node.id, "its conversation goes on from it", firm=True))
-        parent = self.index.get(node.parent) if node.parent else None
-        if node.binds or parent is None or node.side is not None:
-            return
-        rivals = [c for id in parent.children if id != node.id and (c := self.index.get(id)) is not None and c.binds]
-        if any(c.talked or _starts(node.tail, c.tail) or not like_an_instruction(c.words) for c in rivals):
-            return
-        for rival in rivals:
-            self._put_aside(rival, f"the conversation went on from {node.id} without its message", revisions)
-        state = NextState("user", node.words) if node.words else None
-        if state is not None:
-            node.binds = node.firm = True
-            self.index.changed(node)
-            why = f"the conversation goes on from it, and not from {', '.join(r.id for r in rivals) or 'another'}"
-            revisions.append(Revision(node.id, why, binds=parent.id, next_state=state, rebound=True, firm=True))
-
-    def _put_aside(self, node: Node, why: str, revisions: list[Revision]) -> None:
-        """A branch that only its harness went on with: a side call, and so is all that came of it."""
-        left = [node]
-        while left:
-            branch = left.pop()
-            left += [c for id in branch.children if (c := self.index.get(id)) is not None]
-            if branch.binds:
-                revisions.append(Revision(branch.id, why, rebound=True))
-            revisions.append(Revision(branch.id, why, turn_type="side", fate=Fate.SIDE_TASK))
-            branch.binds, branch.side, branch.kind = False, why, "side"
-            self.index.changed(branch)
-
-    def _superseded(self, parent: Node, node: Node) -> list[Revision]:
-        """Other replies to the request that `parent` answered: the continued one is credited."""
-        out = []
-        for other in self.index.under(key(parent.scope, By.REQUEST, parent.request)):
-            same = other.parent == parent.parent and other.session == parent.session
-            if other.id == parent.id or not same or other.continued or not other.answered or other.side:
-                continue
-            reason = f"asked again as {parent.id}, whose reply {node.id} goes on from"
-            out.append(Revision(other.id, reason, fate=Fate.RETRY_SUPERSEDED))
-        return out
-
-    def _recognise(self, parent: Node | None, revisions: list[Revision]) -> None:
-        """A side call that somebody talks to was a turn."""
-        if parent is None or parent.side is None:
-            return
-        parent.side, parent.kind = None, "main"
-        self.index.changed(parent)
-        self.index.also_under(parent, [session_key(parent.scope, parent.session)])
-        revisions.append(Revision(parent.id, "a user goes on from its reply", turn_type="main", fate=Fate.OPEN))
-        above = self.index.get(parent.parent) if parent.parent else None
-        if above is None or not parent.asked or not parent.anchored:
-            return
-        children = [c for id in above.children if (c := self.index.get(id)) is not None]
-        if not any(c.binds for c in children):
-            parent.binds = parent.firm = above.continued = True
-            self._child(above, parent)
-            state = NextState("user", parent.words)
-            why = "a user goes on from its reply, so it was one's reaction"
-            revisions.append(Revision(parent.id, why, binds=above.id, next_state=state, rebound=True, firm=True))
-
-    def _ambiguous(self, found: Found, node: Node, revisions: list[Revision]) -> None:
-        if node.side is not None:
-            return
-        for lost in found.ambiguous:
-            reason = f"{node.id} fits {len(found.ambiguous)} conversations equally well"
-            revisions.append(Revision(lost.id, reason, fate=Fate.AMBIGUOUS))
-
-    def _earlier_title(self, node: Node, twins: Sequence[Node], revisions: list[Revision]) -> None:
-        """A call without tools that came just before its conversation and asked about its first words."""
-        if node.side is not None or not node.opener or not node.tools:
-            return
-        for twin in twins:
-            early = twin.opener and not twin.tools and not twin.continued and twin.side is None
-            if early and node.time - twin.time <= 60.0 and twin.shape != node.shape:
-                twin.side = f"asked the opening words of {node.id} without its tools"
-                self.index.changed(twin)
-                revisions.append(Revision(twin.id, twin.side, turn_type="side", fate=Fate.SIDE_TASK))
-
     # reading a request
 
     def _twins(self, ask: Ask) -> list[Node]:
         """Other requests with the same newest words, while this one has no history."""
-        newest = ask.transcript.newest()
+        newest = ask.transcript.newest
         if ask.transcript.groups or newest is None:
             return []
         return self.index.under(key(ask.scope, By.USER, ask.transcript.atoms[newest].digest))
@@ -301,7 +186,7 @@ class Matcher:
     def _unwrap(self, t: Transcript, found: Found) -> str:
         """Take off what the client wraps around its newest message only: the parent's newest message is now
         sent back without it, so the difference is known. Returns the message as it was, if it changes."""
-        parent, newest = found.parent, t.newest()
+        parent, newest = found.parent, t.newest
         if parent is None or newest is None or not parent.asked:
             return ""
         group = next((g for g in reversed(t.groups) if g.end == found.after), None)
@@ -321,7 +206,7 @@ class Matcher:
         t = ask.transcript
         near = found.task or (found.quoted[-1] if found.quoted else None)
         parent = place.parent or (near if side else None)
-        newest = t.newest()
+        newest = t.newest
         tail = t.atoms[place.after :] if place.parent is not None else t.tail
         return Node(
             id=exchange.id,
@@ -361,7 +246,7 @@ class Matcher:
         found: Found,
         place: _Place,
         side: Side | Suspect | None,
-        revisions: list[Revision],
+        revisions: Sequence[Revision],
     ) -> Decision:
         fate, rule, why = arrival_fate(exchange, side=node.side is not None, empty=not node.answered)
         answers = node.binds or (place.repeats and not exchange.train_opt_out)
@@ -379,7 +264,6 @@ class Matcher:
             method=place.method,
             score=place.score,
             reason=_explained(place, found, side),
-            runner_up=found.runner_up.id if found.runner_up else None,
             firm=place.firm,
             repeats=place.repeats,
             revisions=tuple(revisions),
@@ -449,10 +333,6 @@ def _tail(atoms: Sequence[Atom]) -> tuple[bytes, ...]:
     """What tells one reaction to a reply from another; the harness's words only where there are no others."""
     told = [a for a in atoms if a.kind != HARNESS] or atoms
     return tuple(digest(TOOL, fold(a.text)) if a.kind == TOOL else a.digest for a in told)
-
-
-def _starts(tail: Sequence[bytes], start: Sequence[bytes]) -> bool:
-    return bool(start) and tuple(tail[: len(start)]) == tuple(start)
 
 
 def _chain_with(t: Transcript) -> bytes:

@@ -8,19 +8,17 @@ and rename them. Knows the record of one exchange; knows nothing of other exchan
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from reef.recipe import NextState
 from reef.sessions import harness
-from reef.sessions.digest import ROOT, SIZE, canonical_arguments, digest, extend, fold, join
+from reef.sessions.digest import ROOT, SIZE, canonical_arguments, digest, extend, fold, join, numberless
 from reef.wire import reading
 from reef.wire.exchange import Exchange, Message
 
 USER, TEXT, CALL, TOOL, HARNESS = "user", "text", "call", "tool", "harness"
-_DIGITS = re.compile(r"\d+")
 
 
 class Atom(NamedTuple):
@@ -120,7 +118,8 @@ class Transcript:
     reply: list[Atom]
     results: list[str]
     """ids of the tool calls whose results the request ends with"""
-    _newest: int | None
+    newest: int | None
+    """index of the newest atom the user wrote, if anything after the last reply is one"""
     bare: list[Atom]
     """the reply without the beginning that the request put into its mouth"""
 
@@ -134,10 +133,6 @@ class Transcript:
         """There is one message of the user at most."""
         return sum(a.kind in (USER, HARNESS) for a in self.atoms) <= 1
 
-    def newest(self) -> int | None:
-        """Index of the newest atom the user wrote, if anything after the last reply is one."""
-        return self._newest
-
     def split(self, index: int, rest: str) -> None:
         """Part a message that holds a whole conversation before `rest`, which is new."""
         self.atoms[index : index + 1] = [
@@ -145,7 +140,7 @@ class Transcript:
             Atom(USER, digest(USER, fold(rest)), rest.strip(), self.atoms[index].message),
         ]
         self.chains = [*self.chains[: index + 2], *self.chains[index + 1 :]]
-        self._newest = index + 1
+        self.newest = index + 1
 
     def rewrite(self, index: int, text: str) -> None:
         """Take back what turned out to be context around a user's words."""
@@ -173,9 +168,9 @@ def transcript(exchange: Exchange) -> Transcript:
         atoms=atoms,
         chains=chains(atoms),
         groups=groups,
-        _newest=newest,
+        newest=newest,
         system=system,
-        shape=join((digest("system", _DIGITS.sub("", fold(system))), digest("tools", " ".join(names)))),
+        shape=join((digest("system", numberless(system)), digest("tools", " ".join(names)))),
         tools=bool(names),
         schema=_asks_schema(exchange.request),
         reply=reply_atoms(reply) if reply else [],

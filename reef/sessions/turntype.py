@@ -73,7 +73,7 @@ def turn_type(
 
 def _asks(t: Transcript, found: Found, twins: Sequence[Node]) -> Side | None:
     """What the newest message or the system text asks for."""
-    newest = t.newest()
+    newest = t.newest
     task = instruction(t.atoms[newest].text) if newest is not None else None
     if task and task.about:
         return Side(task.kind, f"asks for a {task.kind} in its newest message")

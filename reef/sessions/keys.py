@@ -1,0 +1,95 @@
+"""The keys under which an exchange is found again.
+
+Owns what of a request and its reply goes into the index, so that writing and looking up can't differ. Knows
+digests and atoms; it knows no order of evidence and no thresholds but the length that makes a text distinct.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from reef.sessions.digest import digest, extend, fold, join, opening, words
+from reef.sessions.index import By, Node, key
+from reef.sessions.transcript import CALL, TEXT, Atom, Transcript, agreement, strings_in_call
+
+DISTINCT = 24
+"""characters from which a text is taken to be unlike any other"""
+SAID_WORDS = 32
+"""words of a reply kept to recognise it in a quote or a cut echo"""
+
+
+def node_keys(node: Node, t: Transcript, response: str | None, calls: Sequence[str]) -> Iterable[bytes]:
+    """The keys under which an exchange is found again."""
+    scope = node.scope
+    yield key(scope, By.REQUEST, node.request)
+    newest = t.newest
+    if newest is not None:
+        yield key(scope, By.USER, t.atoms[newest].digest)
+    if not t.reply:
+        return
+    yield key(scope, By.CHAIN, node.chain)
+    one, two = agreement(t.atoms)
+    for variant in dict.fromkeys((*variants(t.reply), *variants(t.bare))):
+        yield key(scope, By.REPLY, variant)
+        yield key(scope, By.REPLY_1, join((variant, one)))
+        yield key(scope, By.REPLY_2, join((variant, two)))
+    first = opening(node.said.split(" "))
+    if first:
+        yield key(scope, By.OPENING, first)
+    for id in calls:
+        yield key(scope, By.CALL, digest("call", id))
+    for atom in t.reply:
+        if atom.kind == CALL:
+            for text in strings_in_call(atom):
+                yield key(scope, By.QUOTE, digest("whole", fold(text)))
+                quote = opening(words(text)) if len(text) >= DISTINCT else None
+                if quote:
+                    yield key(scope, By.QUOTE, quote)
+    if response:
+        yield key(scope, By.RESPONSE, digest("id", response))
+    if node.side is None:
+        yield from head_keys(node)
+
+
+def head_keys(node: Node) -> Iterable[bytes]:
+    """The keys under which a main exchange is its session's newest."""
+    yield session_key(node.scope, node.session)
+    if node.group:
+        yield group_key(node.scope, node.group, node.shape)
+
+
+def session_key(scope: bytes, session: str) -> bytes:
+    return key(scope, By.SESSION, digest("session", session))
+
+
+def group_key(scope: bytes, group: str, shape: bytes) -> bytes:
+    """Of the newest main exchange with a known id (its rule included) and of one shape."""
+    return key(scope, By.GROUP, extend(digest("group", group), shape))
+
+
+def variants(reply: Sequence[Atom]) -> list[bytes]:
+    """A reply whole, its calls alone, its text alone: clients drop one or the other."""
+    whole = join(a.digest for a in reply)
+    calls = [a.digest for a in reply if a.kind == CALL]
+    texts = [a.digest for a in reply if a.kind == TEXT]
+    out = [whole]
+    if calls and texts:
+        out += [join(calls), join(texts)]
+    if len(calls) > 1:
+        out += [join(sorted(calls)), join(calls[-1:])]
+    return out
+
+
+def said_of(reply: Sequence[Atom]) -> str:
+    """The first words of a reply."""
+    return " ".join(words(text_of(reply))[:SAID_WORDS])
+
+
+def ending_of(reply: Sequence[Atom]) -> str:
+    """The last characters of a reply, to find where it ends in a longer text."""
+    text = text_of(reply).rstrip()
+    return text[-48:] if len(text) >= 8 else ""
+
+
+def text_of(reply: Sequence[Atom]) -> str:
+    return " ".join(a.text for a in reply if a.kind == TEXT)
