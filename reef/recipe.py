@@ -80,14 +80,6 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Charge:
-    """A verdict on one reply; training reads nothing else of a verdict."""
-
-    turn: str
-    verdict: int
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """What a reaction says. Indices count the messages of the judged history."""
 

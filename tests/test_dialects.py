@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from reef.wire import completions, messages, responses
-from reef.wire.chat import messages_of
+from reef.wire.chat import message_of
 from reef.wire.exchange import Api, Delivered, Exchange, Message
 from reef.wire.toolcalls import InOrder, ToolCalls, What
 from tests.scripted_engine import ids, logprob
@@ -45,6 +45,10 @@ def claude(running: Stack, **headers: str) -> anthropic.Anthropic:
 def newest(running: Stack) -> Exchange:
     exchanges = running.log.tail(0, 10_000)
     return exchanges[-1]
+
+
+def _conversation(body: dict[str, Any]) -> tuple[Message, ...]:
+    return tuple(message_of(m) for m in body["messages"])
 
 
 def call_piece(index: int | None, id: str | None = None, name: str | None = None, arguments: str = "") -> Any:
@@ -298,7 +302,7 @@ def test_messages_become_chat_and_mean_the_same() -> None:
         ],
     }
     sent = messages.to_chat(messages.check_request(request))
-    assert messages_of(sent) == (
+    assert _conversation(sent) == (
         Message("system", "Be\nkind."),
         Message("user", "Weather?"),
         Message("assistant", "Looking.", (("weather", '{"city": "Paris"}'),)),
@@ -325,7 +329,7 @@ def test_response_items_become_chat_and_mean_the_same() -> None:
         ],
     }
     sent = responses.to_chat(responses.check_request(request))
-    assert messages_of(sent) == (
+    assert _conversation(sent) == (
         Message("system", "Be kind."),
         Message("system", "Dev."),
         Message("user", "Weather?"),
@@ -339,7 +343,7 @@ def test_response_items_become_chat_and_mean_the_same() -> None:
 
 def test_an_answer_told_in_two_messages_is_one() -> None:
     given = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert messages_of(responses.to_chat({"input": given})) == (Message("assistant", "a\nb"),)
+    assert _conversation(responses.to_chat({"input": given})) == (Message("assistant", "a\nb"),)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +391,7 @@ def test_an_answer_told_in_two_messages_is_one() -> None:
 def test_matching_reads_what_the_engine_is_sent(api: Api, to_chat: Any, request_: dict[str, Any]) -> None:
     reading = pytest.importorskip("reef.wire.reading")
     recorded = Exchange("i", 0, 0, api, "default", None, {}, request_, None, 200, Delivered.FULL, None)
-    assert messages_of(to_chat(request_)) == reading.messages_of(recorded)
+    assert _conversation(to_chat(request_)) == reading.messages_of(recorded)
 
 
 def test_completions_pass_through_and_are_recorded(running: Stack) -> None:
@@ -404,7 +408,7 @@ def test_completions_pass_through_and_are_recorded(running: Stack) -> None:
         assert list(exchange.sampled.token_ids) == ids(" and fish")
         assert list(exchange.sampled.prompt_ids) == ids("fish")
         assert exchange.sampled.topk[0][0] == (ord(" "), logprob(ord(" ")))
-    assert messages_of(completions.to_chat({"prompt": "fish"})) == (Message("user", "fish"),)
+    assert _conversation(completions.to_chat({"prompt": "fish"})) == (Message("user", "fish"),)
 
 
 def test_tokens_are_counted_by_the_engine(running: Stack) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reef.errors import ReefError
-from reef.wire import fields, sse
+from reef.wire import fields
 from reef.wire.answer import Answer
 from reef.wire.dialect import Dialect
 from reef.wire.exchange import Api, Message
 from reef.wire.openai_errors import openai_error
+from reef.wire.passthrough import PassThrough
 from reef.wire.toolcalls import ToolCalls
 
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
@@ -97,11 +97,6 @@ def message_of(raw: Mapping[str, Any]) -> Message:
     return Message(role, text_of(raw.get("content")), tuple(calls))
 
 
-def messages_of(request: Mapping[str, Any]) -> tuple[Message, ...]:
-    """The request's conversation."""
-    return tuple(message_of(m) for m in request.get("messages", []))
-
-
 def reply_of(response: Mapping[str, Any] | None) -> Message | None:
     """The reply of a chat answer, or None if there is none."""
     choices = (response or {}).get("choices")
@@ -110,40 +105,12 @@ def reply_of(response: Mapping[str, Any] | None) -> Message | None:
     return message_of({"role": "assistant", **choices[0]["message"]})
 
 
-def finish_reason(response: Mapping[str, Any] | None) -> str | None:
-    choices = (response or {}).get("choices")
-    return choices[0].get("finish_reason") if choices else None
-
-
-class ChatTranslator:
-    """Lets chunks through, holds back those that end the answer, and puts the answer together."""
+class ChatTranslator(PassThrough):
+    """Puts a chat completion together from its chunks."""
 
     def __init__(self, request: Mapping[str, Any], receipt: str, answer: Answer) -> None:
-        self.response: dict[str, Any] | None = None
-        self.finished = False
-        self._held: list[bytes] = []
+        super().__init__(request, receipt, answer)
         self._calls = ToolCalls()
-
-    def whole(self, shown: dict[str, Any]) -> dict[str, Any]:
-        self.response = shown
-        return shown
-
-    def chunk(self, shown: dict[str, Any]) -> bytes:
-        self._assemble(shown)
-        event = sse.event(shown)
-        if not self.finished:
-            return event
-        self._held.append(event)
-        return b""
-
-    def final(self) -> bytes:
-        return b"".join(self._held) + sse.DONE
-
-    def failed(self, error: ReefError) -> bytes:
-        return sse.event(openai_error(error))
-
-    def keep_alive(self) -> bytes:
-        return sse.COMMENT
 
     def _assemble(self, chunk: Mapping[str, Any]) -> None:
         if self.response is None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reef.errors import ReefError
-from reef.wire import fields, sse
-from reef.wire.answer import Answer
+from reef.wire import fields
 from reef.wire.chat import check_common
 from reef.wire.dialect import Dialect
 from reef.wire.exchange import Api
 from reef.wire.openai_errors import openai_error
+from reef.wire.passthrough import PassThrough
 
 
 def check_request(body: Any) -> dict[str, Any]:
@@ -50,34 +49,8 @@ def to_chat(request: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "messages": [{"role": "user", "content": prompt if isinstance(prompt, str) else ""}]}
 
 
-class CompletionsTranslator:
-    """Lets chunks through, holds back those that end the answer, and puts the answer together."""
-
-    def __init__(self, request: Mapping[str, Any], receipt: str, answer: Answer) -> None:
-        self.response: dict[str, Any] | None = None
-        self.finished = False
-        self._held: list[bytes] = []
-
-    def whole(self, shown: dict[str, Any]) -> dict[str, Any]:
-        self.response = shown
-        return shown
-
-    def chunk(self, shown: dict[str, Any]) -> bytes:
-        self._assemble(shown)
-        event = sse.event(shown)
-        if not self.finished:
-            return event
-        self._held.append(event)
-        return b""
-
-    def final(self) -> bytes:
-        return b"".join(self._held) + sse.DONE
-
-    def failed(self, error: ReefError) -> bytes:
-        return sse.event(openai_error(error))
-
-    def keep_alive(self) -> bytes:
-        return sse.COMMENT
+class CompletionsTranslator(PassThrough):
+    """Puts a completion together from its chunks."""
 
     def _assemble(self, chunk: Mapping[str, Any]) -> None:
         if self.response is None:

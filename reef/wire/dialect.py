@@ -63,3 +63,12 @@ class Dialect:
     """(request, receipt, answer) -> the translator of its answer"""
     error: Callable[[ReefError], dict[str, Any]]
     """an error as this dialect's JSON"""
+
+
+def as_chunk(shown: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole chat answer as the one stream chunk that says all of it."""
+    choice = (shown.get("choices") or [{}])[0]
+    message = dict(choice.get("message") or {})
+    calls = [call for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+    message["tool_calls"] = [{**call, "index": n} for n, call in enumerate(calls)]
+    return {**shown, "choices": [{**choice, "delta": message}]}

@@ -128,10 +128,6 @@ class Exchange:
     """commit order in the log; 0 until stored"""
 
     @property
-    def tag_session(self) -> str | None:
-        return self.headers.get("x-reef-tag-session")
-
-    @property
     def train_opt_out(self) -> bool:
         return self.headers.get("x-reef-train", "").lower() == "off"
 

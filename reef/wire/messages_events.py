@@ -14,7 +14,7 @@ from typing import Any
 from reef.errors import ReefError
 from reef.wire import sse
 from reef.wire.answer import Answer
-from reef.wire.dialect import Dialect
+from reef.wire.dialect import Dialect, as_chunk
 from reef.wire.exchange import Api
 from reef.wire.messages import anthropic_error, check_request, to_chat, wants_thinking
 from reef.wire.toolcalls import InOrder, Step, What
@@ -59,12 +59,7 @@ class MessagesTranslator:
         return {**self._message, "content": content}
 
     def whole(self, shown: dict[str, Any]) -> dict[str, Any]:
-        choice = (shown.get("choices") or [{}])[0]
-        message = dict(choice.get("message") or {})
-        message["tool_calls"] = [
-            {**call, "index": n} for n, call in enumerate(message.get("tool_calls") or []) if isinstance(call, dict)
-        ]
-        self.chunk({**shown, "choices": [{**choice, "delta": message}]})
+        self.chunk(as_chunk(shown))
         self.final()
         return self._message
 

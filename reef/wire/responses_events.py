@@ -14,7 +14,7 @@ from typing import Any
 from reef.errors import BadRequest, ReefError, UpstreamError
 from reef.wire import sse
 from reef.wire.answer import Answer
-from reef.wire.dialect import Dialect
+from reef.wire.dialect import Dialect, as_chunk
 from reef.wire.exchange import Api
 from reef.wire.openai_errors import openai_error
 from reef.wire.responses import RECEIPT_PREFIX, check_request, custom_tools, offered_tools, to_chat
@@ -63,12 +63,7 @@ class ResponsesTranslator:
         return self._response() if self._opened else None
 
     def whole(self, shown: dict[str, Any]) -> dict[str, Any]:
-        choice = (shown.get("choices") or [{}])[0]
-        message = dict(choice.get("message") or {})
-        message["tool_calls"] = [
-            {**call, "index": n} for n, call in enumerate(message.get("tool_calls") or []) if isinstance(call, dict)
-        ]
-        self.chunk({**shown, "choices": [{**choice, "delta": message}]})
+        self.chunk(as_chunk(shown))
         self.final()
         return self._response()
 
