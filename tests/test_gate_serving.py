@@ -74,7 +74,7 @@ def test_a_harmful_batch_is_refused_not_served_and_explained(running: Stack, tin
     (folder / "result.json").write_text(json.dumps(result))
     steps.collect()
     assert result["status"] == "rejected"
-    assert running.fates()[Fate.GATE_REJECTED] == 4 and running.learn.unpublished() == []
+    assert running.fates()[Fate.GATE_REJECTED] == 4 and running.learn.steps.unpublished() == []
     assert running.log.served().get("default", 0) == 0
     refused = httpx.post(f"{running.url}/reef/releases/1/serve")
     assert refused.status_code == 404 and "rejected" in refused.text
@@ -119,9 +119,9 @@ def test_a_release_that_loops_is_taken_back_and_says_why(running: Stack) -> None
     running.script.reply = lambda body: LOOPING if body["model"].endswith("@2") else "It is Rome."
     assert watched(running) == 1
     assert running.log.served() == {"default": 1}
-    row = running.learn.release("default", 2)
+    row = running.learn.steps.release("default", 2)
     assert row is not None and row.status == "rolled_back" and "canary_repeated_4grams" in row.gate["reason"]
-    assert running.learn.outcomes("default") == ["released", "rolled_back"]
+    assert running.learn.steps.outcomes("default") == ["released", "rolled_back"]
     shown = CliRunner().invoke(build(), ["releases", "--store", str(running.dir)], env={"COLUMNS": "250"}).output
     assert "rolled_back" in shown and "canary_repeated_4grams" in shown
     assert watched(running) == 0
@@ -145,7 +145,7 @@ def test_what_users_got_counts_too(running: Stack) -> None:
             running.ask([{"role": "user", "content": f"tell me {k}"}])
 
     assert watched(running, 300.0, between=use) == 1
-    row = running.learn.release("default", 2)
+    row = running.learn.steps.release("default", 2)
     assert row is not None and "live_repeated_4grams" in row.gate["reason"]
 
 

@@ -137,9 +137,9 @@ def finish(s: Stack, steps: Steps, step: str, status: str = "candidate") -> None
     (folder / "release.json").write_text(json.dumps(release))
     (s.dir / "steps" / step / "result.json").write_text(json.dumps({"release": str(folder), "seconds": 1.0}))
     assert steps.collect() == 1
-    for row in s.learn.unpublished():
+    for row in s.learn.steps.unpublished():
         with s.learn.begin() as c:
-            s.learn.published(c, row.scenario, row.version)
+            s.learn.steps.published(c, row.scenario, row.version)
 
 
 def test_a_step_names_its_turns_before_it_runs_and_is_written_again_after_a_crash(running: Stack) -> None:
@@ -151,7 +151,7 @@ def test_a_step_names_its_turns_before_it_runs_and_is_written_again_after_a_cras
     job.unlink()  # the learner died between its transaction and the job file
     steps_for(running, recipe).form()
     assert json.loads(job.read_text()) == before
-    assert len(running.learn.running_steps()) == 1
+    assert len(running.learn.steps.running()) == 1
 
 
 def test_a_failing_step_is_tried_again_and_then_lets_its_turns_go_with_the_reason(running: Stack) -> None:
@@ -174,7 +174,7 @@ def test_turns_of_a_rejected_release_are_not_trained(running: Stack) -> None:
     finish(running, steps, step.id, status="rejected")
     assert running.fates()["gate_rejected"] == 4
     assert "kl_to_base" in running.views.turn(step.turns[0])["fates"][-1]["reason"]
-    assert running.learn.unpublished() == []
+    assert running.learn.steps.unpublished() == []
 
 
 def test_a_judge_that_is_down_makes_nothing_neutral(running: Stack) -> None:

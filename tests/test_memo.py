@@ -107,18 +107,18 @@ def learn(tmp_path: Path) -> LearnStore:
 
 def store(learn: LearnStore, *rules: Rule, why: str = "test") -> None:
     with learn.begin() as c:
-        learn.set_memo(c, "default", rules, why)
+        learn.memo.set(c, "default", rules, why)
 
 
 def test_the_store_keeps_a_memo_for_each_scenario_and_what_became_of_old_rules(learn: LearnStore) -> None:
     first, second = Rule("Be brief.", "t1", 1.0), Rule("Sign as Jo.", "t2", 2.0)
     store(learn, first, second)
-    assert learn.memo("default") == (first, second)
-    assert learn.memo("other") == ()
+    assert learn.memo.of("default") == (first, second)
+    assert learn.memo.of("other") == ()
     again = Rule("Be brief.", "t3", 3.0, seen=2)
     store(learn, again, why="displaced by the verdict on t3")
-    assert learn.memo("default") == (again,)
-    gone = [(row.text, row.why) for row in learn.memo_history("default") if row.dropped]
+    assert learn.memo.of("default") == (again,)
+    gone = [(row.text, row.why) for row in learn.memo.history("default") if row.dropped]
     assert gone == [("Sign as Jo.", "displaced by the verdict on t3")]
 
 
@@ -133,7 +133,7 @@ def test_a_store_from_before_the_memo_is_migrated(tmp_path: Path) -> None:
     migrate(engine, LEARN)
     kept = LearnStore(engine)
     store(kept, Rule("Be brief.", "t1", 1.0))
-    assert kept.memo("default") == (Rule("Be brief.", "t1", 1.0),)
+    assert kept.memo.of("default") == (Rule("Be brief.", "t1", 1.0),)
     assert [report.id for report in kept.reports_on("t1")] == ["r1"]
 
 
@@ -152,7 +152,7 @@ def test_the_memo_is_shown_and_changed_from_the_command_line(tmp_path: Path) -> 
         "Sign as Jo.",
         "Use metric units.",
     ]
-    assert learn.memo("default")[1].turn is None
+    assert learn.memo.of("default")[1].turn is None
     assert [line["text"] for line in reef(*at, "--history") if line["dropped"]] == ["Be brief."]
     assert reef(*at, "--scenario", "other") == []
 
@@ -196,14 +196,14 @@ def test_what_a_verdict_finds_is_read_with_the_next_turn(running: Stack) -> None
     react(running, "good morning", "Use imperial units.")
     running.judge_all(recipe)
     assert recipe.read == [(), ("Use metric units.",)]
-    assert [rule.text for rule in running.learn.memo("default")] == ["Use imperial units."]
-    assert next(row.turn for row in running.learn.memo_history("default")) == first
+    assert [rule.text for rule in running.learn.memo.of("default")] == ["Use imperial units."]
+    assert next(row.turn for row in running.learn.memo.history("default")) == first
 
 
 def test_a_recipe_without_a_memo_leaves_none(running: Stack) -> None:
     react(running, "hello", "Use metric units.")
     running.judge_all(ReportsOnly(Config()))
-    assert running.learn.memo("default") == ()
+    assert running.learn.memo.of("default") == ()
 
 
 def train(s: Stack, turn: str) -> None:

@@ -23,11 +23,12 @@ from reef.sessions.fate import Fate
 from reef.sessions.matcher import Matcher
 from reef.store.columns import key
 from reef.store.database import open_database
-from reef.store.learn import LearnStore, StepRow
+from reef.store.learn import LearnStore
 from reef.store.lock import acquire_database
 from reef.store.log import LogReader, LogWriter
 from reef.store.migrations import LEARN, LOG
 from reef.store.schema import claims, turns
+from reef.store.steps import StepRow
 from reef.wire.exchange import Sampled, Sampling
 from reef.wire.traffic import read_traffic, traffic_line
 from tests.postgres import Server
@@ -304,15 +305,15 @@ def test_a_turn_is_claimed_by_one_step_only(urls: Urls) -> None:
     learn = LearnStore(engine)
     judged(learn, "a", "b", "c")
     with learn.begin() as c:
-        learn.add_step(c, step("one", 1, "a", "b"))
+        learn.steps.add(c, step("one", 1, "a", "b"))
     with pytest.raises(StoreError, match="wait for a batch"), learn.begin() as c:
-        learn.add_step(c, step("two", 2, "b", "c"))
+        learn.steps.add(c, step("two", 2, "b", "c"))
     with learn.begin() as c:
-        learn.end_step(c, "one", "rejected")
+        learn.steps.end(c, "one", "rejected")
     with learn.begin() as c:
-        learn.add_step(c, step("two", 2, "b", "c"))  # a rejected step has trained nothing
+        learn.steps.add(c, step("two", 2, "b", "c"))  # a rejected step has trained nothing
     with pytest.raises(StoreError, match="ended already"), learn.begin() as c:
-        learn.end_step(c, "one", "released")
+        learn.steps.end(c, "one", "released")
     engine.dispose()
 
 
@@ -323,8 +324,8 @@ def test_a_turn_whose_fate_changed_is_not_taken_into_a_step(urls: Urls) -> None:
     with learn.begin() as c:
         learn.set_fate(c, "a", Fate.OPTED_OUT, "forgotten", "")
     with pytest.raises(StoreError), learn.begin() as c:
-        learn.add_step(c, step("one", 1, "a", "b"))
-    assert learn.running_steps() == []
+        learn.steps.add(c, step("one", 1, "a", "b"))
+    assert learn.steps.running() == []
     engine.dispose()
 
 

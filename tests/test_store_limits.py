@@ -22,11 +22,12 @@ from reef.releases.chain import HASHED, content_hash
 from reef.sessions.fate import Fate
 from reef.sessions.matcher import Matcher
 from reef.store.database import open_database
-from reef.store.learn import LearnStore, StepRow
+from reef.store.learn import LearnStore
 from reef.store.log import LogReader, LogWriter
 from reef.store.migrations import LEARN, LOG
 from reef.store.retention import Limits, Pruning, Retention
 from reef.store.schema import exchanges, releases
+from reef.store.steps import StepRow
 from reef.train.jobs import Job, work
 from tests.records import record, sampled
 from tests.scripted_engine import Script, scripted_app
@@ -225,7 +226,7 @@ def test_a_turn_that_waits_keeps_its_words_however_old(urls: Urls) -> None:
     kept = Kept(urls, 4, Fate.JUDGED)
     with kept.learn.begin() as c:
         kept.learn.set_fate(c, kept.ids[0], Fate.NEUTRAL, "test", "")
-        kept.learn.add_step(c, StepRow("s", "default", 1, 0, (kept.ids[1],), "running", 1, {}))
+        kept.learn.steps.add(c, StepRow("s", "default", 1, 0, (kept.ids[1],), "running", 1, {}))
         kept.learn.set_fate(c, kept.ids[1], Fate.NEUTRAL, "test", "")  # whatever its fate: it is being trained
     assert kept.retain(Limits(days=1), now=10**9) == 1
     assert kept.with_words() == kept.ids[1:]
@@ -253,9 +254,9 @@ def test_old_releases_go_but_those_in_use(urls: Urls, tmp_path: Path) -> None:
         with learn.begin() as c:
             values = {"scenario": "default", "version": version, "parent": version - 1, "path": str(folder)}
             values |= {"hash": "", "turns": [], "metrics": {}, "gate": {}, "status": "released"}
-            learn.add_release(c, {**values, "step": str(version)})
+            learn.steps.add_release(c, {**values, "step": str(version)})
             if version != 4:
-                learn.published(c, "default", version)
+                learn.steps.published(c, "default", version)
     with learn.begin() as c:
         c.execute(update(releases).where(releases.c.version == 3).values(status="held"))
         learn.set_fate(c, "t", Fate.JUDGED, "test", "")

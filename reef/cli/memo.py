@@ -36,14 +36,14 @@ def memo(
 ) -> None:
     """What this user has asked of replies so far. Judge and teacher read it; --drop and --add change it."""
     learn = LearnStore(open_database(StoreConfig(dir=store).learn_url, LEARN, create=False))
-    rules = learn.memo(scenario)
+    rules = learn.memo.of(scenario)
     if add or drop:
         rules = _changed(rules, add or [], drop or [])
         with learn.begin() as c:
-            learn.set_memo(c, scenario, rules, "removed by hand")
-        rules = learn.memo(scenario)
+            learn.memo.set(c, scenario, rules, "removed by hand")
+        rules = learn.memo.of(scenario)
     if history:
-        past = learn.memo_history(scenario)
+        past = learn.memo.history(scenario)
         columns = ("text", "turn", "seen", "time", "dropped", "why")
         lines = [{c: getattr(row, c) for c in columns} for row in past]
     else:

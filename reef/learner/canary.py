@@ -66,7 +66,7 @@ class Canaries:
             due, used = now - at >= self.every_s, end - seq >= LIVE_REPLIES
             if not version or not (due or used):
                 continue
-            release = self.learn.release(scenario, version)
+            release = self.learn.steps.release(scenario, version)
             if release is None or release.published is None or release.status != "released":
                 continue
             self._looked[scenario] = version, now if due else at, end
@@ -130,7 +130,7 @@ class Canaries:
         return replies
 
     async def _take_back(self, http: httpx.AsyncClient, scenario: str, version: int, verdict: Verdict) -> int:
-        parent = self.learn.last_good(scenario, version)
+        parent = self.learn.steps.last_good(scenario, version)
         url = f"{self.gateway}/reef/releases/{parent}/serve"
         try:
             response = await http.post(url, headers={"x-reef-scenario": scenario, "x-reef-by": "canary"})
@@ -140,7 +140,9 @@ class Canaries:
             log.warning("version %d of %s should go back to %d, not yet: %s", version, scenario, parent, error)
             return 0
         with self.learn.begin() as c:
-            self.learn.take_back(c, scenario, version, [asdict(check) for check in verdict.checks], verdict.reason)
+            self.learn.steps.take_back(
+                c, scenario, version, [asdict(check) for check in verdict.checks], verdict.reason
+            )
         log.warning("version %d of %s is taken back, %d serves again: %s", version, scenario, parent, verdict.reason)
         return 1
 

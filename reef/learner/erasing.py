@@ -42,7 +42,7 @@ class Erasing:
         self._cursor = learn.cursor(CURSOR)
         self._scrub = self._cursor > 0
         self._later: dict[str, set[str]] = {}
-        for step in learn.running_steps():
+        for step in learn.steps.running():
             self._later[step.id] = {turn for turn in step.turns if self._is_erased(turn)}
 
     def step(self) -> int:

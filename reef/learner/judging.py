@@ -139,7 +139,7 @@ class Judging:
         """Let a recipe that keeps a memo add to it what the verdict says."""
         if not isinstance(self._recipe, Remembers):
             return
-        rules = self._learn.memo(turn.scenario)
+        rules = self._learn.memo.of(turn.scenario)
         kept = tuple(self._recipe.remember(rules, turn, verdict))
         if kept != rules:
-            self._learn.set_memo(c, turn.scenario, kept, f"displaced by the verdict on {turn.id}")
+            self._learn.memo.set(c, turn.scenario, kept, f"displaced by the verdict on {turn.id}")

@@ -126,14 +126,14 @@ class Learner:
             return 0
         served = self._log.served()
         done = 0
-        for row in self._learn.unpublished():
+        for row in self._learn.steps.unpublished():
             if served.get(row.scenario, 0) == row.version:
                 with self._learn.begin() as c:
-                    self._learn.published(c, row.scenario, row.version)
+                    self._learn.steps.published(c, row.scenario, row.version)
                 continue
             if served.get(row.scenario, 0) != row.parent:
                 with self._learn.begin() as c:
-                    self._learn.hold(c, row.scenario, row.version)
+                    self._learn.steps.hold(c, row.scenario, row.version)
                 log.warning("version %d of %s is held: another version was chosen", row.version, row.scenario)
                 continue
             url = f"{self._gateway.url}/reef/releases/{row.version}/serve"
@@ -145,6 +145,6 @@ class Learner:
                 self._publish_after = time.monotonic() + 2.0
                 return done
             with self._learn.begin() as c:
-                self._learn.published(c, row.scenario, row.version)
+                self._learn.steps.published(c, row.scenario, row.version)
             done += 1
         return done

@@ -25,8 +25,9 @@ from reef.recipe import JudgedTurn, Recipe, Refusal
 from reef.releases.chain import Release, failed_checks, read_release
 from reef.sessions.fate import Fate
 from reef.store.files import write_json
-from reef.store.learn import LearnStore, StepRow
+from reef.store.learn import LearnStore
 from reef.store.log import LogReader
+from reef.store.steps import StepRow
 from reef.train.jobs import ENDED
 from reef.train.sample import Sample
 
@@ -100,11 +101,11 @@ class Steps:
 
     def form(self) -> list[StepRow]:
         """Store a step for each scenario that has a full batch and none running, and write its job."""
-        running = self._learn.running_steps()
+        running = self._learn.steps.running()
         for step in running:
             self._write_job(step)
         busy = {step.scenario for step in running}
-        busy |= {release.scenario for release in self._learn.unpublished()}  # the next parent is not served yet
+        busy |= {release.scenario for release in self._learn.steps.unpublished()}  # the next parent is not served yet
         demanded = self._folder / DEMAND
         at_once = demanded.exists()
         formed = []
@@ -154,8 +155,8 @@ class Steps:
         samples = samples[: self._settings.batch_size]
         if not samples:
             return None
-        samples, carried = self._recipe.form(samples, self._learn.last_carried(scenario))
-        version = self._learn.newest_version(scenario) + 1
+        samples, carried = self._recipe.form(samples, self._learn.steps.last_carried(scenario))
+        version = self._learn.steps.newest_version(scenario) + 1
         step = StepRow("preview", scenario, version, parent, tuple(s.turn for s in samples), "running", 1, carried)
         self._write(step, samples, past)
         return self._folder / step.id / "job.json"
@@ -170,13 +171,13 @@ class Steps:
                 break
         else:
             return None  # refusals left too few; the rest waits
-        samples, carried = self._recipe.form(samples, self._learn.last_carried(scenario))
+        samples, carried = self._recipe.form(samples, self._learn.steps.last_carried(scenario))
         version = self._next_version(scenario)
         turns = tuple(sample.turn for sample in samples)
         step = StepRow(str(ULID()), scenario, version, parent, turns, "running", 1, carried)
         try:
             with self._learn.begin() as c:
-                self._learn.add_step(c, step)
+                self._learn.steps.add(c, step)
         except StoreError as error:  # a fate has changed since it was read: the next round sees it
             log.info("%s", error)
             return None
@@ -189,7 +190,7 @@ class Steps:
         may be folders that no step of the database wrote."""
         folders = (self._folder.parent / "releases" / scenario).glob("v*")
         on_disk = [int(f.name[1:]) for f in folders if f.name[1:].isdigit()]
-        return max(self._learn.newest_version(scenario), *on_disk, 0) + 1
+        return max(self._learn.steps.newest_version(scenario), *on_disk, 0) + 1
 
     def _standing(self, chain: str) -> int:
         """The version a step starts from: the one being served."""
@@ -219,7 +220,7 @@ class Steps:
         rows = [row for id in step.turns if (row := self._learn.turn(id)) is not None]
         made = [self._make(row, step.parent, past) for row in rows]
         samples = [m for m in made if isinstance(m, Sample)]
-        samples, _ = self._recipe.form(samples, self._learn.last_carried(step.scenario))
+        samples, _ = self._recipe.form(samples, self._learn.steps.last_carried(step.scenario))
         self._write(step, samples, past)
 
     def _write(self, step: StepRow, samples: Sequence[Sample], past: Past) -> None:
@@ -234,7 +235,7 @@ class Steps:
             "samples": [sample.to_json() for sample in (*samples, *rehearsal.trained)],
             "held_out": [sample.to_json() for sample in rehearsal.held_out],
             "seed": settings.seed,
-            "lr": settings.lr * lr_scale(self._learn.outcomes(step.scenario)) * step.carried.get("lr_scale", 1.0),
+            "lr": settings.lr * lr_scale(self._learn.steps.outcomes(step.scenario)) * step.carried.get("lr_scale", 1.0),
             "epochs": settings.epochs,
             "carried": dict(step.carried),
         }
@@ -243,7 +244,7 @@ class Steps:
     def collect(self) -> int:
         """Take in what the trainer has finished; returns how many steps ended."""
         ended = 0
-        for step in self._learn.running_steps():
+        for step in self._learn.steps.running():
             file = self._folder / step.id / "result.json"
             if not file.exists():
                 continue
@@ -272,15 +273,15 @@ class Steps:
     def _retire_ended(self) -> None:
         """Move the folders of steps that ended, or that the database does not know, as the learner starts."""
         found = [job.parent.name for job in self._folder.glob("*/job.json")]
-        for step in self._learn.ended_steps(found):
+        for step in self._learn.steps.ended(found):
             self._retire(step)
 
     def _finished(self, step: StepRow, release: Release, result: Mapping[str, Any]) -> None:
         good = release.servable
         failed = failed_checks(release.gate)
         with self._learn.begin() as c:
-            self._learn.end_step(c, step.id, "released" if good else "rejected", failed)
-            self._learn.add_release(
+            self._learn.steps.end(c, step.id, "released" if good else "rejected", failed)
+            self._learn.steps.add_release(
                 c,
                 {
                     "scenario": step.scenario,
@@ -308,12 +309,12 @@ class Steps:
         if step.attempts < self._settings.max_attempts:
             log.warning("step %s failed (%s); trying again", step.id, reason)
             with self._learn.begin() as c:
-                self._learn.retry_step(c, step.id)
+                self._learn.steps.retry(c, step.id)
             file.unlink()
             return 0
         log.error("step %s failed %d times, its turns are let go: %s", step.id, step.attempts, reason)
         with self._learn.begin() as c:
-            self._learn.end_step(c, step.id, "failed", reason)
+            self._learn.steps.end(c, step.id, "failed", reason)
             for turn in step.turns:
                 self._learn.set_fate(c, turn, Fate.GATE_REJECTED, "step_failed", reason)
         self._retire(step.id)

@@ -38,7 +38,7 @@ class Turns:
             tools=bool(exchange.request.get("tools")),
             earlier=tuple(self._learn.ancestors(id)),
             reports=self._learn.reports_on(id),
-            memo=tuple(rule.text for rule in self._learn.memo(exchange.scenario)),
+            memo=tuple(rule.text for rule in self._learn.memo.of(exchange.scenario)),
         )
 
     def judged(self, id: str) -> JudgedTurn | None:

@@ -10,52 +10,37 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Row, Select, delete, func, insert, select, update
+from sqlalchemy import Connection, Engine, Row, func, insert, select, update
 from sqlalchemy.dialects.postgresql import insert as pg_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
-from reef.errors import StoreError
-from reef.recipe import Report, Rule, Verdict
+from reef.recipe import Report, Verdict
 from reef.sessions.fate import Fate
 from reef.sessions.matcher import Decision
 from reef.store.columns import key
+from reef.store.memo import MemoStore
 from reef.store.schema import (
     bindings,
-    claims,
     cursors,
     fates,
-    memo_rules,
-    releases,
-    steps,
     turn_reports,
     turns,
     verdicts,
 )
+from reef.store.steps import StepStore
 from reef.store.transactions import writing
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """A stored training job."""
-
-    id: str
-    scenario: str
-    version: int
-    parent: int
-    turns: tuple[str, ...]
-    status: str
-    attempts: int
-    carried: Mapping[str, Any]
 
 
 class LearnStore:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.steps = StepStore(engine)
+        self.memo = MemoStore(engine)
         self._lock = threading.Lock()
 
     @property
@@ -110,7 +95,7 @@ class LearnStore:
             here = (turns.c.fate == fate.value) & (turns.c.scenario == scenario)
             return list(c.execute(select(turns).where(here).order_by(turns.c.seq).limit(limit)))
 
-    def waiting(self, fate: Fate, limit: int = 1000) -> list[Row[Any]]:
+    def waiting(self, fate: Fate, limit: int = 1000) -> list[Row[*tuple[Any, ...]]]:
         """(id, scenario) of turns of a fate, in log order."""
         query = select(turns.c.id, turns.c.scenario).where(turns.c.fate == fate.value)
         with self._engine.connect() as c:
@@ -168,74 +153,10 @@ class LearnStore:
                     out.append(current)
         return out[::-1]
 
-    def memo(self, scenario: str) -> tuple[Rule, ...]:
-        """The rules of a scenario that hold, oldest first."""
-        with self._engine.connect() as c:
-            return tuple(_rule(row) for row in c.execute(_standing(scenario)))
-
-    def memo_history(self, scenario: str) -> list[Row[Any]]:
-        """Every rule a scenario ever had, oldest first; `dropped` and `why` say what became of it."""
-        with self._engine.connect() as c:
-            query = select(memo_rules).where(memo_rules.c.scenario == scenario).order_by(memo_rules.c.seq)
-            return list(c.execute(query))
-
-    def running_steps(self) -> list[StepRow]:
-        with self._engine.connect() as c:
-            return [_step(r) for r in c.execute(select(steps).where(steps.c.status == "running"))]
-
-    def ended_steps(self, ids: Sequence[str]) -> list[str]:
-        """Those of the steps that have ended, and those nobody knows."""
-        with self._engine.connect() as c:
-            query = select(steps.c.id).where(steps.c.id.in_(ids), steps.c.status == "running")
-            running = set(c.execute(query).scalars())
-        return [id for id in ids if id not in running]
-
-    def last_carried(self, scenario: str) -> Mapping[str, Any]:
-        """What the recipe carried out of the newest step that ended well."""
-        with self._engine.connect() as c:
-            query = (
-                select(steps.c.carried)
-                .where(steps.c.scenario == scenario, steps.c.status.in_(("released", "rejected")))
-                .order_by(steps.c.version.desc())
-                .limit(1)
-            )
-            return c.execute(query).scalar() or {}
-
     def since(self, turn: str) -> float | None:
         """When a turn's present fate began."""
         with self._engine.connect() as c:
             return c.execute(select(func.max(fates.c.time)).where(fates.c.turn == turn)).scalar()
-
-    def outcomes(self, scenario: str) -> list[str]:
-        """How a scenario's ended steps went, oldest first: released, rejected, failed, rolled_back."""
-        with self._engine.connect() as c:
-            query = select(steps.c.status).where(steps.c.scenario == scenario, steps.c.ended.is_not(None))
-            return list(c.execute(query.order_by(steps.c.version)).scalars())
-
-    def newest_version(self, scenario: str) -> int:
-        """The highest version any step of a scenario has claimed."""
-        with self._engine.connect() as c:
-            return c.execute(select(func.max(steps.c.version)).where(steps.c.scenario == scenario)).scalar() or 0
-
-    def release(self, scenario: str, version: int) -> Row[Any] | None:
-        with self._engine.connect() as c:
-            query = select(releases).where(releases.c.scenario == scenario, releases.c.version == version)
-            return c.execute(query).first()
-
-    def last_good(self, scenario: str, version: int) -> int:
-        """The nearest ancestor of a version that was not taken back; 0 is the untrained policy."""
-        while version:
-            row = self.release(scenario, version)
-            version = row.parent if row else 0
-            row = self.release(scenario, version) if version else None
-            if row is None or row.status == "released":
-                return version
-        return 0
-
-    def unpublished(self) -> list[Row[Any]]:
-        with self._engine.connect() as c:
-            query = select(releases).where(releases.c.status == "released", releases.c.published.is_(None))
-            return list(c.execute(query.order_by(releases.c.version)))
 
     # writing, inside a transaction of the caller
 
@@ -330,101 +251,6 @@ class LearnStore:
         c.execute(insert(fates).values(**row, time=time.time()))
         return True
 
-    def set_memo(self, c: Connection, scenario: str, rules: Sequence[Rule], why: str) -> None:
-        """Make `rules` a scenario's memo: new ones are added, known ones (by text) renewed, the others dropped."""
-        now = time.time()
-        held = {row.text: row for row in c.execute(_standing(scenario))}
-        wanted = {rule.text: rule for rule in rules}
-        for text, row in held.items():
-            of = memo_rules.c.seq == row.seq
-            rule = wanted.get(text)
-            if rule is None:
-                c.execute(update(memo_rules).where(of).values(dropped=now, why=why))
-            elif (rule.seen, rule.time) != (row.seen, row.time):
-                c.execute(update(memo_rules).where(of).values(seen=rule.seen, time=rule.time, turn=rule.turn))
-        for text, rule in wanted.items():
-            if text not in held:
-                values = {"turn": rule.turn, "time": rule.time or now, "seen": rule.seen}
-                c.execute(insert(memo_rules).values(scenario=scenario, text=text, **values))
-
     def add_report(self, c: Connection, turn: str, report: Report, seq: int) -> None:
         values = {"score": report.score, "feedback": report.feedback, "seq": seq}
         c.execute(insert(turn_reports).values(report=report.id, turn=turn, **values))
-
-    def add_step(self, c: Connection, step: StepRow) -> None:
-        """Store a step and claim its turns. Raises StoreError if one of them is claimed by another step
-        or no longer waits for a batch."""
-        free = select(turns.c.id).where(turns.c.id.in_(step.turns), turns.c.fate == Fate.JUDGED.value)
-        taken = select(claims.c.turn).where(claims.c.turn.in_(step.turns))
-        if len(c.execute(free).all()) != len(set(step.turns)) or c.execute(taken).first():
-            raise StoreError(f"step {step.id}: not all of its turns wait for a batch any more")
-        c.execute(insert(claims), [{"turn": turn, "step": step.id} for turn in step.turns])
-        c.execute(
-            insert(steps).values(
-                id=step.id,
-                scenario=step.scenario,
-                version=step.version,
-                parent=step.parent,
-                turns=list(step.turns),
-                status="running",
-                attempts=1,
-                carried=dict(step.carried),
-                reason="",
-                created=time.time(),
-            )
-        )
-
-    def retry_step(self, c: Connection, step: str) -> None:
-        c.execute(update(steps).where(steps.c.id == step).values(attempts=steps.c.attempts + 1))
-
-    def end_step(self, c: Connection, step: str, status: str, reason: str = "") -> None:
-        """Settle a running step; turns of one that trained nothing may be trained by another. Raises
-        StoreError if it has ended already."""
-        running = update(steps).where(steps.c.id == step, steps.c.status == "running")
-        if c.execute(running.values(status=status, reason=reason, ended=time.time())).rowcount != 1:
-            raise StoreError(f"step {step} has ended already")
-        if status != "released":
-            c.execute(delete(claims).where(claims.c.step == step))
-
-    def add_release(self, c: Connection, values: Mapping[str, Any]) -> None:
-        c.execute(insert(releases).values(**values, time=time.time()))
-
-    def hold(self, c: Connection, scenario: str, version: int) -> None:
-        """A good release that is not served by itself, since somebody chose another version meanwhile."""
-        c.execute(
-            update(releases).where(releases.c.scenario == scenario, releases.c.version == version).values(status="held")
-        )
-
-    def take_back(self, c: Connection, scenario: str, version: int, checks: list[dict[str, Any]], reason: str) -> None:
-        """A release that served and failed its canaries: what they found joins its gate."""
-        here = (releases.c.scenario == scenario) & (releases.c.version == version)
-        gate = dict(c.execute(select(releases.c.gate).where(here)).scalar() or {})
-        gate |= {"passed": False, "reason": reason, "checks": [*gate.get("checks", ()), *checks]}
-        c.execute(update(releases).where(here).values(status="rolled_back", gate=gate))
-        c.execute(
-            update(steps)
-            .where(steps.c.scenario == scenario, steps.c.version == version)
-            .values(status="rolled_back", reason=reason)
-        )
-
-    def published(self, c: Connection, scenario: str, version: int) -> None:
-        c.execute(
-            update(releases)
-            .where(releases.c.scenario == scenario, releases.c.version == version)
-            .values(published=time.time())
-        )
-
-
-def _standing(scenario: str) -> Select[Any]:
-    of = select(memo_rules).where(memo_rules.c.scenario == scenario, memo_rules.c.dropped.is_(None))
-    return of.order_by(memo_rules.c.time, memo_rules.c.seq)
-
-
-def _rule(row: Row[Any]) -> Rule:
-    return Rule(row.text, row.turn, row.time, row.seen)
-
-
-def _step(row: Row[Any]) -> StepRow:
-    return StepRow(
-        row.id, row.scenario, row.version, row.parent, tuple(row.turns), row.status, row.attempts, row.carried
-    )

@@ -92,7 +92,7 @@ class Retention:
                 removed += len(ids)
         return removed
 
-    def _page(self, after: tuple[float, int], before: float | None) -> Sequence[Row[Any]]:
+    def _page(self, after: tuple[float, int], before: float | None) -> Sequence[Row[*tuple[Any, ...]]]:
         place = tuple_(exchanges.c.time, exchanges.c.seq)
         query = select(exchanges.c.seq, exchanges.c.time, exchanges.c.id, exchanges.c.size)
         query = query.where(exchanges.c.erased.is_(None), place > after)
