@@ -39,6 +39,8 @@ class Arm:
     layers: float = 0.5
     """share of the layers that are adapted, the last ones"""
     max_kl: float = 0.1
+    parallel: int = 4
+    """sessions side by side"""
 
     @property
     def sessions_matter(self) -> bool:

@@ -28,7 +28,8 @@ from reef.model import ModelTokenizer
 from reef.recipe import JudgedTurn, NextState, Turn, Verdict
 from reef.wire.exchange import Message, Sampled, Sampling
 
-PARALLEL = 4
+ALONE = 16
+"""sessions side by side where none learns from another"""
 PATIENCE = 4
 """replies to a problem before the user gives up"""
 HELD_OUT = 24
@@ -114,7 +115,7 @@ class Run:
 
     def _round(self) -> None:
         state = self.state
-        parallel = PARALLEL if self.arm.sessions_matter else 4 * PARALLEL
+        parallel = self.arm.parallel if self.arm.sessions_matter else ALONE
         while len(state.open) < parallel and state.next_session < self.sessions:
             state.open.append(self._open(state.next_session))
             state.next_session += 1
