@@ -17,6 +17,7 @@ from reef.wire.openai_errors import openai_error
 from reef.wire.passthrough import PassThrough
 from reef.wire.toolcalls import ToolCalls
 
+_OTHER_NAMES = {"developer": "system", "function": "tool"}
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 
 
@@ -88,13 +89,12 @@ def text_of(content: Any) -> str:
 def message_of(raw: Mapping[str, Any]) -> Message:
     """One chat message; `raw` has a role."""
     calls = []
-    for call in raw.get("tool_calls") or []:
+    for call in raw.get("tool_calls") or ():
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict):
             calls.append((str(function.get("name", "")), str(function.get("arguments", ""))))
-    said = str(raw["role"])
-    role = {"developer": "system", "function": "tool"}.get(said, said)
-    return Message(role, text_of(raw.get("content")), tuple(calls))
+    role = str(raw["role"])
+    return Message(_OTHER_NAMES.get(role, role), text_of(raw.get("content")), tuple(calls))
 
 
 def reply_of(response: Mapping[str, Any] | None) -> Message | None:

@@ -17,9 +17,9 @@ from recipes.openclawrl.recipe import Config
 from reef.errors import ConfigError
 
 TAU = 0.7
-LAPTOP = Config(batch_size=2, train_truncated=True, max_contexts=1, max_turn_tokens=160)
-"""two turns a step, and only turns as short as a session's first reply: what a step costs is what a
-laptop has least of"""
+LAPTOP = Config(batch_size=2, train_truncated=True, max_contexts=1, max_turn_tokens=300)
+"""two turns a step, of a session's first two or three replies: the later ones are long, and what a step costs
+is what a laptop has least of"""
 PUBLISHED = LAPTOP.model_copy(update={"objective": "openclaw", "calm": False})
 
 
@@ -39,8 +39,8 @@ class Arm:
     layers: float = 0.5
     """share of the layers that are adapted, the last ones"""
     max_kl: float = 0.1
-    parallel: int = 4
-    """sessions side by side"""
+    parallel: int = 1
+    """sessions side by side: one user has one at a time"""
 
     @property
     def sessions_matter(self) -> bool:

@@ -111,12 +111,12 @@ its own.
 A run is one process on one thread, with the parts of the service called directly: the embedded engine's
 forward pass and sampling, the recipe, the trainer with its gate and release folders. There is no HTTP, no
 matching and no database in it (`reef demo` runs all of that); in exchange a run is the same on every machine
-of one kind and needs no second core. Four sessions run side by side. In a round every open session gets one
-reply and its user reacts; then at most one step is trained, and its release is served from the round after
-the next, as if users had gone on talking meanwhile. A user gives up after four replies. A session passes
-when its *first* reply meets the user's wish. Adaptation is the first of three passes in a row; a run without
-it counts as later than any session, so a median can be "never". Sampling seeds depend on the run's seed and
-the place in it only: with the same seed all arms meet the same problems and the same chance.
+of one kind and needs no second core. Sessions follow each other, as one user has them. After each reply its
+user reacts; then at most one step is trained, and its release is served from the reply after the next, as if
+the user had gone on talking meanwhile. A user gives up after four replies. A session passes when its *first*
+reply meets the user's wish. Adaptation is the first of three passes in a row; a run without it counts as
+later than any session, so a median can be "never". Sampling seeds depend on the run's seed and the place in
+it only: with the same seed all arms meet the same problems and the same chance.
 
 Held-out: first replies of the last version to 24 problems of another seed, 128 tokens; the wish is read from
 the first 64. KL to the base is the gate's, nat per token on fixed replies. Intervals are 95 % bootstrap over
