@@ -471,10 +471,12 @@ def test_reply_checks() -> None:
     assert checks.repeated_ngrams([1] * 8) == pytest.approx(0.8)
     assert checks.length_ratio([10, 10], [5, 5]) == checks.length_ratio([5], [10]) == 2
     assert checks.missing_eos([[1, 2], [1, 3]], [2]) == 0.5
-    good, loops = [[1, 2, 3, 4, 5, 0]], [[7] * 30]
+    good, loops = [[1, 2, 3, 4, 5, 0]] * 3, [[7] * 30] * 3
     assert all(c.passed for c in checks.reply_checks(good, good, [0], checks.GateLimits()))
     failed = {c.name for c in checks.reply_checks(loops, good, [0], checks.GateLimits()) if not c.passed}
     assert failed == {"length_ratio", "repeated_4grams", "missing_eos"}
+    long = [good[0], good[1], list(range(1, 12))]
+    assert all(c.passed for c in checks.reply_checks(long, good, [0], checks.GateLimits()))  # one may be longer
     assert not checks.at_most("x", math.nan, 1).passed and checks.at_most("x", math.inf, 1).value is None
 
 

@@ -29,6 +29,7 @@ from reef.train.checks import (
     Verdict,
     at_most,
     length_ratio,
+    may_not_end,
     mean_repeated,
 )
 
@@ -86,7 +87,7 @@ class Canaries:
             self._base = await self._ask(await self.engine.base_model())
         said = await self._ask(adapter_name(scenario, version))
         repeated = self.limits.repeated_4grams + mean_repeated(self._base)
-        missing = self.limits.missing_eos + unfinished(self._base)
+        missing = may_not_end(self.limits, unfinished(self._base), len(said))
         return [
             at_most("canary_repeated_4grams", mean_repeated(said), repeated),
             at_most("canary_missing_eos", unfinished(said), missing),

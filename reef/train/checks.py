@@ -30,7 +30,8 @@ class GateLimits:
     """mean reply length over that of the current version, or its inverse"""
     repeated_4grams: float = 0.2
     missing_eos: float = 0.05
-    """share of replies to the canaries that don't end, beyond what the base itself leaves unfinished"""
+    """share of replies to the canaries that don't end, beyond what the base itself leaves unfinished; at least
+    one reply"""
     held_out_drop: float = 0.1
     """nat per token that accepted, never rehearsed replies may become less likely in one step"""
 
@@ -104,6 +105,12 @@ def missing_eos(replies: Sequence[Sequence[int]], eos: Iterable[int]) -> float:
     return sum(not reply or reply[-1] not in ends for reply in replies) / len(replies) if replies else 0.0
 
 
+def may_not_end(limits: GateLimits, base: float, replies: int) -> float:
+    """The share of replies that may not end, where the base leaves the share `base` unfinished. It is one reply
+    at least: of three replies no share is known more exactly, and a user may like longer answers."""
+    return base + max(limits.missing_eos, 1 / max(replies, 1))
+
+
 def reply_checks(
     candidate: Sequence[Sequence[int]],
     current: Sequence[Sequence[int]],
@@ -113,10 +120,11 @@ def reply_checks(
 ) -> list[Check]:
     """Checks on replies for the same prompts by candidate and current version. What the base's replies
     repeat or leave unfinished themselves is allowed on top of the limits."""
+    unfinished = may_not_end(limits, missing_eos(base, eos), len(candidate))
     return [
         at_most(
             "length_ratio", length_ratio([len(r) for r in candidate], [len(r) for r in current]), limits.length_ratio
         ),
         at_most("repeated_4grams", mean_repeated(candidate), limits.repeated_4grams + mean_repeated(base)),
-        at_most("missing_eos", missing_eos(candidate, eos), limits.missing_eos + missing_eos(base, eos)),
+        at_most("missing_eos", missing_eos(candidate, eos), unfinished),
     ]
