@@ -112,6 +112,8 @@ def turns(receipt: str, store: Store = DEFAULT_STORE, json: Json = False) -> Non
     console.print(Panel(view["reply"] or "", title="reply", title_align="left"), markup=False)
     for state in view["next_states"]:
         console.print(Panel(state["next_state"], title=f"next: {state['role']}", title_align="left"), markup=False)
+    for rule in view["memo"]:
+        console.print(f"served with the memo's rule: {rule}", markup=False)
     facts = {**(view["sampled"] or {}), **{k: v for k, v in (view["matching"] or {}).items() if k != "id"}}
     print_table(f"turn {receipt}", ("what", "value"), facts.items())
     said = [(v["judge"], v["verdict"], v["charged"], v["body"].get("hint"), v["seconds"]) for v in view["verdicts"]]

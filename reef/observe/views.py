@@ -121,6 +121,7 @@ class Views:
             "delivered": exchange.delivered.value,
             "messages": [{"role": m.role, "content": m.content} for m in messages_of(exchange)],
             "reply": reply.content if reply else None,
+            "memo": list(exchange.memo),
             "sampled": {
                 "prompt_tokens": len(sampled.prompt_ids),
                 "tokens": len(sampled.token_ids),
