@@ -25,7 +25,7 @@ from torch.nn import functional as fn
 from recipes.openclawrl.judge.body import Body, Padded
 from recipes.openclawrl.judge.corpus import Row, groups, read_rows
 from recipes.openclawrl.judge.embedded import BATCH, EmbeddedPrm
-from recipes.openclawrl.judge.head import SHIPPED, Head, pool
+from recipes.openclawrl.judge.head import SHIPPED, Context, Head, pool, score
 from recipes.openclawrl.judge.prompt import Reader
 from recipes.openclawrl.judge.votes import VERDICTS
 from recipes.openclawrl.recipe import Config, OpenClawRL
@@ -149,8 +149,6 @@ def linear_baseline(body: Body, rows: Sequence[Row]) -> float:
 
 def cost(body: Body, head: Head, repeats: int = 3) -> dict[str, float]:
     """Milliseconds of one core for a verdict on a turn of 300 tokens, in a full batch and alone."""
-    from recipes.openclawrl.judge.head import score
-
     reader = Reader(body.tokenizer)
     word = " garden"  # one token
     texts = {name: (word * n).strip() for name, n in TOKENS.items()}
@@ -159,10 +157,10 @@ def cost(body: Body, head: Head, repeats: int = 3) -> dict[str, float]:
     reading = reader.read(history, said)
     out: dict[str, float] = {"turn_tokens": sum(TOKENS.values()), "tokens_read": reading.tokens}
     for name, n in (("batched", BATCH), ("alone", 1)):
-        score(body, head, [reading] * n, [(history, said)] * n)
+        score(body, head, [reading] * n, [(history, said)] * n, Context.of(body, [reading] * n))
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(repeats):
-            score(body, head, [reading] * n, [(history, said)] * n)
+            score(body, head, [reading] * n, [(history, said)] * n, Context.of(body, [reading] * n))
         out[f"{name}_ms"] = round((time.perf_counter() - wall) / repeats / n * 1000, 1)
         out[f"{name}_cpu_ms"] = round((time.process_time() - cpu) / repeats / n * 1000, 1)
     return out

@@ -152,6 +152,20 @@ class Views:
         with self._learn.connect() as c:
             return sorted(c.execute(select(verdicts.c.judge).distinct()).scalars())
 
+    def judge_errors(self) -> list[str]:
+        """Why queued turns have no verdict yet, oldest first."""
+        newest = select(func.max(fates.c.seq)).group_by(fates.c.turn)
+        told = (fates.c.fate == Fate.QUEUED.value) & (fates.c.rule == "judge_retry")
+        with self._learn.connect() as c:
+            query = select(fates.c.reason).where(told, fates.c.seq.in_(newest)).order_by(fates.c.seq)
+            return list(c.execute(query).scalars())
+
+    def unsure(self) -> int:
+        """How many verdicts were too unsure to charge a reply."""
+        query = select(verdicts.c.body).where(verdicts.c.charged.is_(None))
+        with self._learn.connect() as c:
+            return sum(bool(body.get("verdict")) and not body.get("charges") for body in c.execute(query).scalars())
+
     def busy_seconds(self) -> float:
         """Time during which at least one request was being answered."""
         with self._log.connect() as c:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as fn
 
 from recipes.openclawrl.judge.attribution import features, places
-from recipes.openclawrl.judge.body import Adapter, Body, Padded
+from recipes.openclawrl.judge.body import Adapter, Body, KeysValues, Padded
 from recipes.openclawrl.judge.prompt import VERSION, Reading
 from recipes.openclawrl.judge.votes import VERDICTS
 from reef.errors import ModelError
@@ -42,6 +42,25 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
+class Context:
+    """Requests and replies as the model has read them, one batch."""
+
+    past: KeysValues
+    lengths: Tensor
+
+    @staticmethod
+    @torch.inference_mode()
+    def of(body: Body, readings: Sequence[Reading]) -> Context:
+        rows = Padded.of([r.context for r in readings])
+        return Context(body.context(rows), rows.lengths)
+
+    def rows(self, chosen: Sequence[int]) -> Context:
+        """The context of some rows of the batch, in any order and as often as named."""
+        at = torch.tensor(chosen)
+        return Context([(k[at], v[at]) for k, v in self.past], self.lengths[at])
+
+
+@dataclass(frozen=True, slots=True)
 class Head:
     """Everything training produced."""
 
@@ -53,7 +72,7 @@ class Head:
     temperature: float
     """divides the verdict logits"""
     threshold: float
-    """a +1 or -1 less probable than this is 0"""
+    """a verdict less probable than this charges nobody"""
     card: dict[str, Any] = field(default_factory=dict)
     """what was trained, on what, and how well it did"""
 
@@ -106,9 +125,11 @@ class Head:
     def decide(self, probabilities: Sequence[float]) -> tuple[int, float]:
         """(verdict, its probability) of one row of probabilities in the order of `VERDICTS`."""
         best = max(range(len(VERDICTS)), key=lambda i: probabilities[i])
-        if VERDICTS[best] != 0 and probabilities[best] < self.threshold:
-            best = VERDICTS.index(0)
         return VERDICTS[best], probabilities[best]
+
+    def sure(self, probability: float) -> bool:
+        """Whether a verdict of this probability may charge a reply."""
+        return probability >= self.threshold
 
 
 def _card(folder: Path) -> dict[str, Any]:
@@ -138,11 +159,11 @@ def score(
     head: Head,
     readings: Sequence[Reading],
     reactions: Sequence[tuple[Sequence[Mapping[str, str]], Mapping[str, str]]],
+    context: Context,
 ) -> list[Scores]:
-    """What the model makes of each reaction (history, next) laid out as `readings`, one batch."""
-    context = Padded.of([r.context for r in readings])
+    """What the model makes of each reaction (history, next) laid out as `readings`, one batch on its `context`."""
     suffix = Padded.of([r.suffix for r in readings])
-    h = body.suffix(body.embed(suffix), body.context(context), context.lengths, head.adapter, range(body.depth))
+    h = body.suffix(body.embed(suffix), context.past, context.lengths, head.adapter, range(body.depth))
     pooled = pool(h, suffix.lengths)
     verdicts = head.probabilities(head.logits("verdict", pooled)).tolist()
     kinds = torch.softmax(head.logits("kind", pooled), -1).tolist()

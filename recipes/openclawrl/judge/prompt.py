@@ -8,7 +8,7 @@ It knows no model weights and no verdict.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 VERSION = "e2"
@@ -51,8 +51,15 @@ class Reader:
             raise ValueError("the history holds no assistant reply")
         request = self._part("user", asked_before(history, replies[-1]), REQUEST_TOKENS)
         reply = self._part("assistant", history[replies[-1]]["content"], REPLY_TOKENS)
+        return Reading((*request, *reply), self._said(next), tuple(replies[-SHOWN_REPLIES:]))
+
+    def instead(self, reading: Reading, next: Mapping[str, str]) -> Reading:
+        """The same request and reply with another next message."""
+        return replace(reading, suffix=self._said(next))
+
+    def _said(self, next: Mapping[str, str]) -> tuple[int, ...]:
         said = self._part("user" if next["role"] == "user" else "tool", next["content"], NEXT_TOKENS)
-        return Reading((*request, *reply), (*said, *self._open["assistant"]), tuple(replies[-SHOWN_REPLIES:]))
+        return (*said, *self._open["assistant"])
 
     def _markup(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
