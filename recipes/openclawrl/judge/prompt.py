@@ -46,12 +46,12 @@ class Reader:
 
         Raises ValueError when the history holds no reply.
         """
-        replies = [i for i, m in enumerate(history) if m["role"] == "assistant"]
+        replies = shown(history)
         if not replies:
             raise ValueError("the history holds no assistant reply")
         request = self._part("user", asked_before(history, replies[-1]), REQUEST_TOKENS)
         reply = self._part("assistant", history[replies[-1]]["content"], REPLY_TOKENS)
-        return Reading((*request, *reply), self._said(next), tuple(replies[-SHOWN_REPLIES:]))
+        return Reading((*request, *reply), self._said(next), replies)
 
     def instead(self, reading: Reading, next: Mapping[str, str]) -> Reading:
         """The same request and reply with another next message."""
@@ -67,6 +67,11 @@ class Reader:
     def _part(self, role: str, text: str, limit: int) -> list[int]:
         body = self._tokenizer.encode(text.strip() or "...", add_special_tokens=False, split_special_tokens=True)
         return [*self._open[role], *cut(body, limit), *self._close]
+
+
+def shown(history: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    """Indices of the replies that may be meant, newest last."""
+    return tuple(i for i, m in enumerate(history) if m["role"] == "assistant")[-SHOWN_REPLIES:]
 
 
 def asked_before(history: Sequence[Mapping[str, str]], at: int) -> str:
