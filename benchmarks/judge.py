@@ -63,6 +63,7 @@ def main() -> None:
         "by_kind": {k: v["accuracy"] for k, v in found["by_kind"].items()},
         "injection": {"rows": len(injected), "accuracy": accuracy(injected), "others": accuracy(others)},
         "accept_or_reject": sided(rows, answers),
+        "charging": charging(rows, answers),
     }
     if given.pairs:
         result["pairs"] = pairs(given.pairs, rows, answers)
@@ -93,6 +94,14 @@ def pairs(file: Path, rows: Sequence[Mapping[str, Any]], answers: Sequence[Mappi
     both = sum(right(*a) and right(*b) for a, b in held)
     same = sum(a[1]["verdict"] == b[1]["verdict"] for a, b in held)
     return {"pairs": len(held), "both_right": both, "share": round(both / max(len(held), 1), 4), "same_verdict": same}
+
+
+def charging(rows: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The verdicts that training hears of: how many there are, how many of them are right, how many reversed."""
+    heard = [(row, answer) for row, answer in zip(rows, answers, strict=True) if answer["charges"]]
+    reversed = sum(row["verdict"] == -answer["verdict"] for row, answer in heard)
+    share = {"share": len(heard) / max(len(rows), 1), "reversed": reversed / max(len(heard), 1)}
+    return {**{name: round(value, 4) for name, value in share.items()}, "right": accuracy(heard)}
 
 
 def accuracy(some: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> float:
