@@ -25,7 +25,7 @@ from torch.nn import functional as fn
 from recipes.openclawrl.judge.body import Body, Padded
 from recipes.openclawrl.judge.corpus import Row, groups, read_rows
 from recipes.openclawrl.judge.embedded import BATCH, EmbeddedPrm
-from recipes.openclawrl.judge.head import SHIPPED, Head, pool
+from recipes.openclawrl.judge.head import SHIPPED, Context, Head, pool, score
 from recipes.openclawrl.judge.prompt import Reader
 from recipes.openclawrl.judge.votes import VERDICTS
 from recipes.openclawrl.recipe import Config, OpenClawRL
@@ -63,6 +63,7 @@ def main() -> None:
         "by_kind": {k: v["accuracy"] for k, v in found["by_kind"].items()},
         "injection": {"rows": len(injected), "accuracy": accuracy(injected), "others": accuracy(others)},
         "accept_or_reject": sided(rows, answers),
+        "charging": charging(rows, answers),
     }
     if given.pairs:
         result["pairs"] = pairs(given.pairs, rows, answers)
@@ -93,6 +94,14 @@ def pairs(file: Path, rows: Sequence[Mapping[str, Any]], answers: Sequence[Mappi
     both = sum(right(*a) and right(*b) for a, b in held)
     same = sum(a[1]["verdict"] == b[1]["verdict"] for a, b in held)
     return {"pairs": len(held), "both_right": both, "share": round(both / max(len(held), 1), 4), "same_verdict": same}
+
+
+def charging(rows: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The verdicts that training hears of: how many there are, how many of them are right, how many reversed."""
+    heard = [(row, answer) for row, answer in zip(rows, answers, strict=True) if answer["charges"]]
+    reversed = sum(row["verdict"] == -answer["verdict"] for row, answer in heard)
+    share = {"share": len(heard) / max(len(rows), 1), "reversed": reversed / max(len(heard), 1)}
+    return {**{name: round(value, 4) for name, value in share.items()}, "right": accuracy(heard)}
 
 
 def accuracy(some: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> float:
@@ -149,8 +158,6 @@ def linear_baseline(body: Body, rows: Sequence[Row]) -> float:
 
 def cost(body: Body, head: Head, repeats: int = 3) -> dict[str, float]:
     """Milliseconds of one core for a verdict on a turn of 300 tokens, in a full batch and alone."""
-    from recipes.openclawrl.judge.head import score
-
     reader = Reader(body.tokenizer)
     word = " garden"  # one token
     texts = {name: (word * n).strip() for name, n in TOKENS.items()}
@@ -159,10 +166,10 @@ def cost(body: Body, head: Head, repeats: int = 3) -> dict[str, float]:
     reading = reader.read(history, said)
     out: dict[str, float] = {"turn_tokens": sum(TOKENS.values()), "tokens_read": reading.tokens}
     for name, n in (("batched", BATCH), ("alone", 1)):
-        score(body, head, [reading] * n, [(history, said)] * n)
+        score(body, head, [reading] * n, [(history, said)] * n, Context.of(body, [reading] * n))
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(repeats):
-            score(body, head, [reading] * n, [(history, said)] * n)
+            score(body, head, [reading] * n, [(history, said)] * n, Context.of(body, [reading] * n))
         out[f"{name}_ms"] = round((time.perf_counter() - wall) / repeats / n * 1000, 1)
         out[f"{name}_cpu_ms"] = round((time.process_time() - cpu) / repeats / n * 1000, 1)
     return out

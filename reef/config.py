@@ -137,7 +137,10 @@ class PolicyConfig(Section):
     temperature: float = Field(
         default=0.7, gt=0, description="temperature where the client names none, or always with train"
     )
-
+    serve_memo: bool = Field(
+        default=False,
+        description="true: the rules of `reef memo` are put into each prompt, and its record lists them",
+    )
     learning: Literal["separate", "joint"] = Field(
         default="separate",
         description="separate: each scenario has its own chain of versions; joint: all share policy.scenario's",

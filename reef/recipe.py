@@ -52,7 +52,7 @@ class Turn:
     scenario: str
     session: str
     messages: tuple[Message, ...]
-    """the request's conversation, system text included"""
+    """the conversation as the policy read it, system text included, with any rules of the memo that were served"""
     reply: Message
     next: NextState | None
     sampled: Sampled | None

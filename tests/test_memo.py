@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 from recipes.openclawrl.memo import add, alike, contradicts, rendered
 from reef.cli.app import build
-from reef.gateway.memo import HEADING, with_memo
 from reef.recipe import Rule, Turn, Verdict
 from reef.sessions.fate import Fate
 from reef.store.database import open_database
 from reef.store.learn import LearnStore
 from reef.store.migrations import LEARN, migrate
+from reef.wire.memo import HEADING, with_memo
 from tests.reports_recipe import Config, ReportsOnly
 from tests.stack import Stack, stack
 

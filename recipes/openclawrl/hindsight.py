@@ -50,7 +50,7 @@ class Hindsight:
         """Try one demonstration from a rejected turn with a hint; at most one try a session."""
         request = opening_request(turn)
         tried = (turn.scenario, turn.session)
-        if verdict.verdict >= 0 or not verdict.hint or not request or tried in self._tried:
+        if verdict.verdict >= 0 or not verdict.charges or not verdict.hint or not request or tried in self._tried:
             return
         self._tried.add(tried)
         told = self._hints.setdefault(turn.scenario, [])

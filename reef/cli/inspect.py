@@ -28,7 +28,7 @@ DEFAULT_STORE = Path("reef-data")
 
 
 def register(app: typer.Typer) -> None:
-    for command in (status, funnel, sessions, turns, releases, match, export):
+    for command in (status, doctor, funnel, sessions, turns, releases, match, export):
         app.command()(command)
     app.command("import")(import_)
 
@@ -61,6 +61,25 @@ def status(store: Store = DEFAULT_STORE, json: Json = False) -> None:
         print_json(view)
         return
     print_table("status", ("what", "value"), view.items())
+
+
+def doctor(store: Store = DEFAULT_STORE, json: Json = False) -> None:
+    """What stands in the way of learning, and what would do better: one finding a line, with what to do."""
+    from dataclasses import asdict
+
+    from reef.config import Config
+    from reef.observe.doctor import findings
+    from reef.service import read_run_config
+
+    reading = views(store)
+    file = store / "run" / "config.json"
+    config = read_run_config(file)[0] if file.exists() else Config()
+    found = findings(config, reading.funnel()["fates"], reading.judge_errors(), reading.unsure())
+    if json:
+        print_json([asdict(finding) for finding in found])
+        return
+    for finding in found:
+        print(f"{finding.level}: {finding.about}: {finding.said}\n  {finding.do}")
 
 
 def funnel(store: Store = DEFAULT_STORE, json: Json = False) -> None:
@@ -112,6 +131,8 @@ def turns(receipt: str, store: Store = DEFAULT_STORE, json: Json = False) -> Non
     console.print(Panel(view["reply"] or "", title="reply", title_align="left"), markup=False)
     for state in view["next_states"]:
         console.print(Panel(state["next_state"], title=f"next: {state['role']}", title_align="left"), markup=False)
+    for rule in view["memo"]:
+        console.print(f"served with the memo's rule: {rule}", markup=False)
     facts = {**(view["sampled"] or {}), **{k: v for k, v in (view["matching"] or {}).items() if k != "id"}}
     print_table(f"turn {receipt}", ("what", "value"), facts.items())
     said = [(v["judge"], v["verdict"], v["charged"], v["body"].get("hint"), v["seconds"]) for v in view["verdicts"]]

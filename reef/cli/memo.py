@@ -34,7 +34,8 @@ def memo(
     history: Annotated[bool, typer.Option("--history", help="also the rules that were displaced or removed")] = False,
     json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
 ) -> None:
-    """What this user has asked of replies so far. Judge and teacher read it; --drop and --add change it."""
+    """What this user has asked of replies so far. Judge and teacher read it, served prompts only with
+    policy.serve_memo: true; --drop and --add change it."""
     learn = LearnStore(open_database(StoreConfig(dir=store).learn_url, LEARN, create=False))
     rules = learn.memo.of(scenario)
     if add or drop:

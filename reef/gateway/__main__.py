@@ -16,6 +16,7 @@ from reef.gateway.app import Services, build_app
 from reef.gateway.body import Limits
 from reef.gateway.forget import forget_session
 from reef.gateway.history import History
+from reef.gateway.memo import ServedMemo
 from reef.gateway.proxy import Proxy
 from reef.gateway.upkeep import Upkeep, shared
 from reef.observe.views import Views
@@ -23,6 +24,7 @@ from reef.releases.publish import Publisher
 from reef.service import read_run_config
 from reef.store.database import open_database
 from reef.store.log import LogReader, LogWriter
+from reef.store.memo import MemoStore
 from reef.store.migrations import LEARN, LOG
 from reef.store.redact import Redactor
 from reef.store.retention import Limits as Kept
@@ -60,9 +62,10 @@ def gateway_app(config: Config) -> Starlette:
         max_loaded=config.engine.max_adapters,
         joint=config.joint_chain,
     )
-    proxy = Proxy(config, engine, publisher, writer)
+    memo = ServedMemo(MemoStore(learn)) if config.policy.serve_memo else None
+    proxy = Proxy(config, engine, publisher, writer, memo)
     kept = Kept(config.store.keep_days, int(config.store.keep_gb * 2**30) if config.store.keep_gb else None)
-    upkeep = Upkeep(publisher, reader, shared(log), Retention(log, learn, writer, kept) if kept else None)
+    upkeep = Upkeep(publisher, reader, shared(log), Retention(log, learn, writer, kept) if kept else None, memo)
 
     async def forget(session: str) -> dict[str, Any]:
         return await forget_session(session, log, learn, writer)

@@ -278,7 +278,7 @@ class Routes:
         caller = self._caller(request)
         body = check_prompt(await read_json(request, self._s.limits))
         scenario = scenario_of(dict(request.headers), caller, self._s.config)
-        asked = MESSAGES.to_engine(body)
+        asked, _ = self._s.proxy.memo.put(MESSAGES, scenario, MESSAGES.to_engine(body))
         async with self._s.publisher.lease(scenario) as lease:
             tools = asked.get("tools") if asked.get("tool_choice") != "none" else None
             count = await self._s.engine.count_tokens(lease.model, asked["messages"], tools)

@@ -23,6 +23,7 @@ from reef.engine.base import EngineClient
 from reef.errors import ReefError, StoreError, UpstreamError
 from reef.gateway.delivery import EventStream
 from reef.gateway.errors import status_of
+from reef.gateway.memo import ServedMemo
 from reef.releases.publish import Lease, Publisher
 from reef.store.log import LogWriter
 from reef.wire import sse
@@ -53,6 +54,8 @@ class Call:
     started: float = field(default_factory=time.time)
     version: int = 0
     sent: Mapping[str, Any] = field(default_factory=dict)
+    memo: tuple[str, ...] = ()
+    """rules of the memo that `sent` has in its prompt"""
     answer: Answer = field(init=False)
     translator: Translator = field(init=False)
     recorded: bool = False
@@ -65,7 +68,15 @@ class Call:
 class Proxy:
     """Answers requests from the engine and records each as one exchange."""
 
-    def __init__(self, config: Config, engine: EngineClient, publisher: Publisher, writer: LogWriter) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engine: EngineClient,
+        publisher: Publisher,
+        writer: LogWriter,
+        memo: ServedMemo | None = None,
+    ) -> None:
+        self.memo = memo or ServedMemo()
         self._config = config
         self._engine = engine
         self._publisher = publisher
@@ -73,8 +84,9 @@ class Proxy:
         self._exact = config.engine.kind != "openai"
 
     def headers(self, call: Call) -> dict[str, str]:
-        """Response headers: the receipt and the version that answers."""
-        return {"x-reef-agent-record-id": call.id, "x-reef-version": str(call.version)}
+        """Response headers: the receipt, the version that answers, and how many rules of the memo it was told."""
+        told = {"x-reef-memo": str(len(call.memo))} if call.memo else {}
+        return {"x-reef-agent-record-id": call.id, "x-reef-version": str(call.version), **told}
 
     async def whole(self, call: Call) -> dict[str, Any]:
         """The body of a non-streamed answer, recorded. Raises ReefError once the failure is recorded, and
@@ -193,7 +205,7 @@ class Proxy:
 
     def _sent(self, call: Call, lease: Lease) -> dict[str, Any]:
         policy = self._config.policy
-        asked = dict(call.asked)
+        asked, call.memo = self.memo.put(call.dialect, call.scenario, call.asked)
         if policy.sampling == "train":
             asked.update(temperature=policy.temperature, top_p=1.0, top_k=None, min_p=None)
         elif asked.get("temperature") is None:
@@ -233,6 +245,7 @@ class Proxy:
             delivered=delivered,
             sampled=call.answer.sampled(call.version, sampling_of(call.sent)),
             error=error,
+            memo=call.memo,
         )
         # a client that leaves now must not take the record along
         await asyncio.shield(self._writer.exchange(exchange))

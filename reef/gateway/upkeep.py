@@ -1,6 +1,7 @@
-"""What a gateway does besides answering: keep the log within its limits, follow the others' switches.
+"""What a gateway does besides answering: keep the log within its limits, follow the others' switches,
+read the memo it serves.
 
-Owns the two timers. Trouble is logged and tried again; it never touches a request.
+Owns the timers. Trouble is logged and tried again; it never touches a request.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Engine
 
+from reef.gateway.memo import REFRESH_S, ServedMemo
 from reef.releases.publish import Publisher
 from reef.store.log import LogReader
 from reef.store.retention import Retention
@@ -30,6 +32,7 @@ class Upkeep:
     shared_log: bool
     """other gateways may write the log, and switch versions, too"""
     retention: Retention | None = None
+    memo: ServedMemo | None = None
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -38,6 +41,8 @@ class Upkeep:
             work.append(_every(FOLLOW_S, "following the served versions", self._follow))
         if self.retention is not None:
             work.append(_every(SWEEP_S, "keeping the log within its limits", self.retention.apply))
+        if self.memo is not None:
+            work.append(_every(REFRESH_S, "reading the memo", self.memo.refresh))
         await asyncio.gather(*work)
 
     async def _follow(self) -> None:

@@ -125,7 +125,7 @@ class Judging:
             charges = [(i, v) for i, v in said if i == turn.id or learn.fate_in(c, i) in CHARGEABLE]
             if not charges:
                 learn.add_verdict(c, turn.id, source, None, 0, verdict)
-                learn.set_fate(c, turn.id, Fate.NEUTRAL, "judge", "neither accepted nor rejected")
+                learn.set_fate(c, turn.id, Fate.NEUTRAL, "judge", _why_neutral(verdict))
                 return
             for id, value in charges:
                 learn.add_verdict(c, turn.id, source, id, value, verdict)
@@ -143,3 +143,12 @@ class Judging:
         kept = tuple(self._recipe.remember(rules, turn, verdict))
         if kept != rules:
             self._learn.memo.set(c, turn.scenario, kept, f"displaced by the verdict on {turn.id}")
+
+
+def _why_neutral(verdict: Verdict) -> str:
+    if not verdict.verdict:
+        return "neither accepted nor rejected"
+    if not verdict.charges:
+        how = "" if verdict.confidence is None else f", {verdict.confidence:.0%}"
+        return f"{verdict.judge} is too unsure to charge anybody ({verdict.verdict:+d}{how})"
+    return "the reaction is about a reply that is not trained here"

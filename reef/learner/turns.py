@@ -11,6 +11,7 @@ from reef.recipe import JudgedTurn, NextState, Turn, Verdict
 from reef.store.learn import LearnStore
 from reef.store.log import LogReader
 from reef.wire.exchange import Message, conversation
+from reef.wire.memo import told
 from reef.wire.reading import finish_reason_of, messages_of, reply_of
 
 
@@ -30,7 +31,7 @@ class Turns:
             id=id,
             scenario=exchange.scenario,
             session=row.session,
-            messages=messages_of(exchange),
+            messages=told(messages_of(exchange), exchange.memo),
             reply=reply_of(exchange) or Message("assistant", ""),
             next=NextState(binding.role, binding.next_state) if binding else None,
             sampled=exchange.sampled,

@@ -121,6 +121,7 @@ class Views:
             "delivered": exchange.delivered.value,
             "messages": [{"role": m.role, "content": m.content} for m in messages_of(exchange)],
             "reply": reply.content if reply else None,
+            "memo": list(exchange.memo),
             "sampled": {
                 "prompt_tokens": len(sampled.prompt_ids),
                 "tokens": len(sampled.token_ids),
@@ -150,6 +151,20 @@ class Views:
         """Names of the judges that gave verdicts."""
         with self._learn.connect() as c:
             return sorted(c.execute(select(verdicts.c.judge).distinct()).scalars())
+
+    def judge_errors(self) -> list[str]:
+        """Why queued turns have no verdict yet, oldest first."""
+        newest = select(func.max(fates.c.seq)).group_by(fates.c.turn)
+        told = (fates.c.fate == Fate.QUEUED.value) & (fates.c.rule == "judge_retry")
+        with self._learn.connect() as c:
+            query = select(fates.c.reason).where(told, fates.c.seq.in_(newest)).order_by(fates.c.seq)
+            return list(c.execute(query).scalars())
+
+    def unsure(self) -> int:
+        """How many verdicts were too unsure to charge a reply."""
+        query = select(verdicts.c.body).where(verdicts.c.charged.is_(None))
+        with self._learn.connect() as c:
+            return sum(bool(body.get("verdict")) and not body.get("charges") for body in c.execute(query).scalars())
 
     def busy_seconds(self) -> float:
         """Time during which at least one request was being answered."""

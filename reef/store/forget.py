@@ -43,7 +43,7 @@ def erase_in_log(c: Connection, ids: Sequence[str], why: str) -> int:
     """Empty exchanges (of forgotten ones also the feedback that names them) and append the erasure; returns
     its seq. The caller holds the log's write lock."""
     headers = {"x-reef-train": "off", ERASED_HEADER: why}  # to whoever reads it later it is opted out
-    empty = {"headers": headers, "request": {}, "response": None, "sampled": None, "error": None}
+    empty = {"headers": headers, "request": {}, "response": None, "sampled": None, "error": None, "memo": None}
     for some in _chunks(ids):
         mine = exchanges.c.id.in_(some)
         c.execute(update(exchanges).where(mine, exchanges.c.erased.is_(None)).values(**empty, size=0, erased=why))

@@ -123,5 +123,6 @@ def _exchange(row: Row[Any]) -> Exchange:
         delivered=Delivered(row.delivered),
         sampled=Sampled.from_json(row.sampled) if "sampled" in row._fields and row.sampled else None,
         error=row.error,
+        memo=tuple(row.memo or ()),
         seq=row.seq,
     )

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Row, Select, insert, select, update
+from sqlalchemy import Connection, Engine, Row, Select, func, insert, select, update
 
 from reef.recipe import Rule
 from reef.store.schema import memo_rules
@@ -23,6 +23,23 @@ class MemoStore:
         """The rules of a scenario that hold, oldest first."""
         with self._engine.connect() as c:
             return tuple(_rule(row) for row in c.execute(_standing(scenario)))
+
+    def all(self) -> dict[str, tuple[str, ...]]:
+        """The text of the rules that hold, oldest first, of each scenario that has any."""
+        columns = memo_rules.c.scenario, memo_rules.c.text
+        query = select(*columns).where(memo_rules.c.dropped.is_(None)).order_by(memo_rules.c.time, memo_rules.c.seq)
+        found: dict[str, list[str]] = {}
+        with self._engine.connect() as c:
+            for scenario, said in c.execute(query):
+                found.setdefault(scenario, []).append(said)
+        return {scenario: tuple(rules) for scenario, rules in found.items()}
+
+    def mark(self) -> tuple[Any, ...]:
+        """A value that changes whenever a rule of any scenario does."""
+        c = memo_rules.c
+        query = select(func.count(), func.max(c.seq), func.max(c.time), func.max(c.dropped)).select_from(memo_rules)
+        with self._engine.connect() as connection:
+            return tuple(connection.execute(query).one())
 
     def history(self, scenario: str) -> list[Row[Any]]:
         """Every rule a scenario ever had, oldest first; `dropped` and `why` say what became of it."""

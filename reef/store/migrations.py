@@ -87,6 +87,11 @@ def _log_erasures_and_gaps(connection: Connection) -> None:
     schema.kept.create(connection, checkfirst=True)
 
 
+def _log_memo(connection: Connection) -> None:
+    """Which rules of the memo an exchange was served with."""
+    add_columns(connection, schema.exchanges.c.memo)
+
+
 def _learn_claims(connection: Connection) -> None:
     """Each turn is claimed by the step that trains it."""
     schema.learn_metadata.create_all(connection, tables=[schema.claims])
@@ -112,5 +117,5 @@ def _match_memory(connection: Connection) -> None:
     schema.learn_metadata.create_all(connection, tables=[schema.match_nodes, schema.match_keys])
 
 
-LOG = Schema("log", (schema.log_metadata.create_all, _log_erasures_and_gaps))
+LOG = Schema("log", (schema.log_metadata.create_all, _log_erasures_and_gaps, _log_memo))
 LEARN = Schema("learn", (schema.learn_metadata.create_all, _learn_claims, _match_memory, _memo))

@@ -33,6 +33,7 @@ exchanges = Table(
     Column("error", Words),
     Column("size", Integer, nullable=False, server_default=text("0")),  # bytes of its JSON; 0 once erased
     Column("erased", Words),  # why its words and tokens are gone: forgotten, age, size
+    Column("memo", Json),  # rules that were put into its prompt; null for none
     sqlite_autoincrement=True,
 )
 kept = Index(

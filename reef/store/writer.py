@@ -291,6 +291,7 @@ def exchange_row(exchange: Exchange) -> dict[str, Any]:
         "request": to_json(exchange.request),
         "response": to_json(exchange.response) if exchange.response is not None else None,
         "sampled": to_json(exchange.sampled.to_json()) if exchange.sampled else None,
+        "memo": to_json(list(exchange.memo)) if exchange.memo else None,
     }
     return {
         "id": exchange.id,

@@ -124,6 +124,8 @@ class Exchange:
     delivered: Delivered
     sampled: Sampled | None
     error: str | None = None
+    memo: tuple[str, ...] = ()
+    """rules of the scenario's memo that Reef put into the prompt (`policy.serve_memo`); `request` is without them"""
     seq: int = field(default=0, compare=False)
     """commit order in the log; 0 until stored"""
 

@@ -48,6 +48,7 @@ def _exchange(data: Mapping[str, Any], number: int, scenario: str) -> Exchange:
         delivered=Delivered(data.get("delivered", "full")),
         sampled=Sampled.from_json(sampled) if sampled else None,
         error=data.get("error"),
+        memo=tuple(data.get("memo") or ()),
         seq=number,
     )
 
@@ -70,6 +71,8 @@ def traffic_line(exchange: Exchange) -> str:
     }
     if exchange.sampled:
         data["sampled"] = exchange.sampled.to_json()
+    if exchange.memo:
+        data["memo"] = list(exchange.memo)
     line = json.dumps(data, ensure_ascii=False)
     try:
         line.encode()

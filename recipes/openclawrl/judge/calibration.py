@@ -16,6 +16,7 @@ from torch.nn import functional as fn
 from recipes.openclawrl.judge.head import Head, target_logits
 from recipes.openclawrl.judge.prepared import Prepared
 from recipes.openclawrl.judge.votes import VERDICTS
+from recipes.openclawrl.judge.words import Reaction
 
 NEUTRAL = VERDICTS.index(0)
 COVERAGES = (1.0, 0.9, 0.75, 0.5, 0.25)
@@ -106,12 +107,53 @@ def decided(probabilities: Tensor, threshold: float) -> Tensor:
     return torch.where((best < threshold) & (guess != NEUTRAL), torch.full_like(guess, NEUTRAL), guess)
 
 
-def targets_hit(head: Head, place: Tensor, rows: Sequence[Prepared]) -> dict[str, Any]:
+def mix_words(
+    head: Head, place: Tensor, kind: Tensor, rows: Sequence[Prepared], said: Sequence[Reaction], earlier: float = 2.5
+) -> Head:
+    """Weigh hidden states, words and kind against each other by rows that none of them was trained on.
+
+    `place` and `kind` are the heads' logits of these rows, `said` their words. Four numbers are fitted. A row that
+    means an earlier reply counts `earlier` times, as in the fit of the words: otherwise the prior of the corpus
+    would speak for the newest reply in every doubt.
+    """
+    asked = [i for i, row in enumerate(rows) if row.target is not None]
+    if not asked:
+        return head
+    parts: list[tuple[Tensor, int, float]] = []
+    for i in asked:
+        row = rows[i]
+        assert row.target is not None
+        back = torch.ones(len(row.replies))
+        back[-1] = 0.0
+        states = target_logits(place[i], head.cue, row.replies, row.cues)
+        terms = torch.stack([states, head.words.logits(said[i]), back * head.goes_back(kind[i]), back])
+        parts.append((terms, row.target, earlier if row.target < len(row.replies) - 1 else 1.0))
+    start = torch.tensor([0.5, 0.5, 0.1, 0.3])
+    mix = start.clone().requires_grad_()
+    optimiser = torch.optim.LBFGS([mix], max_iter=60, line_search_fn="strong_wolfe")
+    total = sum(weight for _, _, weight in parts)
+
+    def loss() -> Tensor:
+        optimiser.zero_grad()
+        value = 0.01 * (mix - start).square().sum()
+        for terms, target, weight in parts:
+            value = value + weight / total * fn.cross_entropy((mix @ terms)[None], torch.tensor([target]))
+        value.backward()
+        return value
+
+    optimiser.step(loss)
+    a, b, c, d = (round(value, 4) for value in mix.tolist())
+    return replace(head, mix=(a, b, c, d))
+
+
+def targets_hit(
+    head: Head, place: Tensor, kind: Tensor, rows: Sequence[Prepared], said: Sequence[Reaction]
+) -> dict[str, Any]:
     """How often the reply meant is found, over rows with several replies, and over those that mean an earlier one."""
     hits: list[tuple[bool, bool]] = []
     for i, row in enumerate(rows):
         if row.target is not None:
-            best = int(target_logits(place[i], head.cue, row.replies, row.cues).argmax())
+            best = int(head.target(place[i], kind[i], row.cues, said[i]).argmax())
             hits.append((row.target != len(row.replies) - 1, best == row.target))
     found = [hit for earlier, hit in hits if earlier]
     return {

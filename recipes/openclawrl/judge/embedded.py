@@ -44,12 +44,11 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Detail:
-    """What else a refusal says, and the tokens read to find out."""
+    """What else a refusal says."""
 
     reject: str | None = None
     keep: str | None = None
     hint: str | None = None
-    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,25 +111,49 @@ class EmbeddedPrm:
                 asked.answer.set_result(verdict)
 
     def _verdicts(self, batch: Sequence[_Asked]) -> list[Verdict]:
-        started = time.monotonic()
-        scored = self._scores([(a.history, a.next) for a in batch])
-        share = (time.monotonic() - started) / len(batch)
-        return [self._verdict(asked, *found, share) for asked, found in zip(batch, scored, strict=True)]
+        """Two passes over a batch: the messages, then the clauses of those that refuse, on the same contexts."""
+        from recipes.openclawrl.judge.head import Context, score
 
-    def _verdict(self, asked: _Asked, reading: Reading, scores: Scores, seconds: float) -> Verdict:
-        """One verdict; `seconds` is its share of the batch's time."""
         started = time.monotonic()
-        verdict, confidence = self._load().head.decide(scores.verdict)
+        loaded = self._load()
+        readings = [loaded.reader.read(asked.history, asked.next) for asked in batch]
+        context = Context.of(loaded.body, readings)
+        scored = score(loaded.body, loaded.head, readings, [(a.history, a.next) for a in batch], context)
+        parts = {
+            i: clauses(asked.next["content"])
+            for i, (asked, scores) in enumerate(zip(batch, scored, strict=True))
+            if asked.next["role"] == "user" and loaded.head.decide(scores.verdict)[0] == -1
+        }
+        said = [(i, {"role": "user", "content": part}) for i, some in parts.items() if len(some) > 1 for part in some]
+        told: dict[int, list[tuple[float, ...]]] = {i: [] for i in parts}
+        tokens = [reading.tokens for reading in readings]
+        for at in range(0, len(said), BATCH):
+            chosen = said[at : at + BATCH]
+            rows = [i for i, _ in chosen]
+            again = [loaded.reader.instead(readings[i], part) for i, part in chosen]
+            found = score(
+                loaded.body, loaded.head, again, [(batch[i].history, part) for i, part in chosen], context.rows(rows)
+            )
+            for i, reading, scores in zip(rows, again, found, strict=True):
+                told[i].append(scores.verdict)
+                tokens[i] += len(reading.suffix)
+        share = (time.monotonic() - started) / len(batch)
+        details = [_detail(a, scored[i], parts.get(i, []), told.get(i, [])) for i, a in enumerate(batch)]
+        return [self._verdict(readings[i], scored[i], details[i], tokens[i], share) for i in range(len(batch))]
+
+    def _verdict(self, reading: Reading, scores: Scores, detail: _Detail, tokens: int, seconds: float) -> Verdict:
+        """One verdict; `seconds` is its share of the batch's time."""
+        head = self._load().head
+        verdict, confidence = head.decide(scores.verdict)
         newest = reading.replies[-1]
         best = max(range(len(reading.replies)), key=lambda i: scores.target[i])
         target = reading.replies[best]
         undo = scores.kind["undo_to_earlier"] > scores.kind["earlier_target"]
-        kind = max(scores.kind, key=lambda k: scores.kind[k])
-        detail = self._detail(asked, kind) if verdict == -1 else _Detail()
+        kind = _kind(scores)
         return Verdict(
             verdict=verdict,
             target=target if verdict else None,
-            charges=charges(verdict, target, newest, undo),
+            charges=charges(verdict, target, newest, undo) if head.sure(confidence) else (),
             reject=detail.reject,
             keep=detail.keep,
             hint=detail.hint,
@@ -145,36 +168,9 @@ class EmbeddedPrm:
                 },
             ),
             judge=self.name,
-            seconds=round(seconds + time.monotonic() - started, 4),
-            tokens=reading.tokens + detail.tokens,
+            seconds=round(seconds, 4),
+            tokens=tokens,
         )
-
-    def _detail(self, asked: _Asked, kind: str) -> _Detail:
-        """What a refusal refuses and keeps, and the hint: how to write instead of a refused form, else the
-        instruction in the user's own words."""
-        if asked.next["role"] != "user":
-            return _Detail()
-        parts = clauses(asked.next["content"])
-        tokens, reject, keep, refusing = 0, None, None, [1.0] * len(parts)
-        if len(parts) > 1:
-            scored = self._scores([(asked.history, {"role": "user", "content": part}) for part in parts])
-            tokens = sum(reading.tokens for reading, _ in scored)
-            refusing = [s.verdict[VERDICTS.index(-1)] for _, s in scored]
-            reject, keep = phrases(parts, refusing, [s.verdict[VERDICTS.index(1)] for _, s in scored])
-        hint = instruction(parts, refusing)
-        if kind == "reject_format":
-            reply = next(m["content"] for m in reversed(asked.history) if m["role"] == "assistant")
-            hint = plainer(reply) or hint
-        return _Detail(reject, keep, hint, tokens)
-
-    def _scores(
-        self, asked: Sequence[tuple[Sequence[Mapping[str, str]], Mapping[str, str]]]
-    ) -> list[tuple[Reading, Scores]]:
-        from recipes.openclawrl.judge.head import score
-
-        loaded = self._load()
-        readings = [loaded.reader.read(history, said) for history, said in asked]
-        return list(zip(readings, score(loaded.body, loaded.head, readings, asked), strict=True))
 
     def _load(self) -> _Loaded:
         if self._loaded is None:
@@ -191,6 +187,26 @@ class EmbeddedPrm:
             self.name = f"embedded:{head.card['name']}"
             self._loaded = _Loaded(body, head, Reader(body.tokenizer))
         return self._loaded
+
+
+def _detail(asked: _Asked, scores: Scores, parts: Sequence[str], told: Sequence[Sequence[float]]) -> _Detail:
+    """What a refusal refuses and keeps, and the hint: how to write instead of a refused form, else the
+    instruction in the user's own words. `told` are the verdict's probabilities of each part, if there are several."""
+    if not parts:
+        return _Detail()
+    reject, keep, refusing = None, None, [1.0] * len(parts)
+    if told:
+        refusing = [p[VERDICTS.index(-1)] for p in told]
+        reject, keep = phrases(parts, refusing, [p[VERDICTS.index(1)] for p in told])
+    hint = instruction(parts, refusing)
+    if _kind(scores) == "reject_format":
+        reply = next(m["content"] for m in reversed(asked.history) if m["role"] == "assistant")
+        hint = plainer(reply) or hint
+    return _Detail(reject, keep, hint)
+
+
+def _kind(scores: Scores) -> str:
+    return max(scores.kind, key=lambda k: scores.kind[k])
 
 
 def _named(row: Sequence[float]) -> dict[str, float]:

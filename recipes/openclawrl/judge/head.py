@@ -20,14 +20,18 @@ from torch import Tensor
 from torch.nn import functional as fn
 
 from recipes.openclawrl.judge.attribution import features, places
-from recipes.openclawrl.judge.body import Adapter, Body, Padded
+from recipes.openclawrl.judge.body import Adapter, Body, KeysValues, Padded
 from recipes.openclawrl.judge.prompt import VERSION, Reading
 from recipes.openclawrl.judge.votes import VERDICTS
+from recipes.openclawrl.judge.words import VERSION as WORDS_VERSION
+from recipes.openclawrl.judge.words import Reaction, Words
 from reef.errors import ModelError
 
 SHIPPED = Path(__file__).parent
 PARTS = ("verdict", "kind", "place")
 """the linear heads on the pooled suffix"""
+EARLIER = ("earlier_target", "undo_to_earlier")
+"""kinds of reaction to a reply that is not the newest"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,25 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
+class Context:
+    """Requests and replies as the model has read them, one batch."""
+
+    past: KeysValues
+    lengths: Tensor
+
+    @staticmethod
+    @torch.inference_mode()
+    def of(body: Body, readings: Sequence[Reading]) -> Context:
+        rows = Padded.of([r.context for r in readings])
+        return Context(body.context(rows), rows.lengths)
+
+    def rows(self, chosen: Sequence[int]) -> Context:
+        """The context of some rows of the batch, in any order and as often as named."""
+        at = torch.tensor(chosen)
+        return Context([(k[at], v[at]) for k, v in self.past], self.lengths[at])
+
+
+@dataclass(frozen=True, slots=True)
 class Head:
     """Everything training produced."""
 
@@ -53,9 +76,14 @@ class Head:
     temperature: float
     """divides the verdict logits"""
     threshold: float
-    """a +1 or -1 less probable than this is 0"""
+    """a verdict less probable than this charges nobody"""
     card: dict[str, Any] = field(default_factory=dict)
     """what was trained, on what, and how well it did"""
+    words: Words = field(default_factory=Words.none)
+    """what the words alone say of the reply that is meant"""
+    mix: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
+    """of the reply that is meant: what the hidden states weigh, what the words, what the kind says for an earlier
+    reply, and what speaks for an earlier one anyway"""
 
     @staticmethod
     def depth_of(folder: Path) -> int:
@@ -71,6 +99,8 @@ class Head:
                 f"the judge's weights were trained on {card['base']['name']} with prompt {card['prompt']}, this is"
                 f" {body.name} with prompt {VERSION}; train some with `python -m recipes.openclawrl.judge.train`"
             )
+        if card.get("words", WORDS_VERSION) != WORDS_VERSION:
+            raise ModelError(f"the judge's weights read words by {card['words']}, this is {WORDS_VERSION}")
         try:
             tensors = load_file(folder / "weights.safetensors")
         except (OSError, SafetensorError) as error:
@@ -83,6 +113,10 @@ class Head:
             temperature=card["temperature"],
             threshold=card["threshold"],
             card=card,
+            words=Words(**{n: tensors[f"words.{n}"].float() for n in Words.__slots__})
+            if "words" in card
+            else Words.none(),
+            mix=tuple(card.get("mix", (1.0, 0.0, 0.0, 0.0))),
         )
 
     def save(self, folder: Path) -> None:
@@ -91,6 +125,8 @@ class Head:
         for part, (weight, bias) in self.linear.items():
             tensors |= {f"{part}.weight": weight, f"{part}.bias": bias}
         tensors["cue"] = self.cue
+        if "words" in self.card:
+            tensors |= {f"words.{name}": getattr(self.words, name) for name in Words.__slots__}
         folder.mkdir(parents=True, exist_ok=True)
         packed = save({n: t.detach().half().contiguous() for n, t in tensors.items()})
         (folder / "weights.safetensors").write_bytes(packed)
@@ -103,12 +139,32 @@ class Head:
     def probabilities(self, logits: Tensor) -> Tensor:
         return torch.softmax(logits / self.temperature, dim=-1)
 
+    def target(self, place: Tensor, kind: Tensor, cues: Sequence[Sequence[float]], said: Reaction) -> Tensor:
+        """Logits of the shown replies of one reaction: `place` [3] and `kind` [n] are its heads' logits."""
+        of_states, of_words, of_kind, anyway = self.mix
+        replies = said[2]
+        logits = of_states * target_logits(place, self.cue, replies, cues)
+        if of_words:
+            logits = logits + of_words * self.words.logits(said)
+        earlier = torch.ones(len(replies))
+        earlier[-1] = 0.0
+        return logits + earlier * (of_kind * self.goes_back(kind) + anyway)
+
+    def goes_back(self, kind: Tensor) -> float:
+        """Log odds, by the kind of reaction, that an earlier reply is meant."""
+        names = self.card["kinds"]
+        back = [names.index(k) for k in EARLIER]
+        rest = [i for i in range(len(names)) if i not in back]
+        return (torch.logsumexp(kind[back], -1) - torch.logsumexp(kind[rest], -1)).item()
+
     def decide(self, probabilities: Sequence[float]) -> tuple[int, float]:
         """(verdict, its probability) of one row of probabilities in the order of `VERDICTS`."""
         best = max(range(len(VERDICTS)), key=lambda i: probabilities[i])
-        if VERDICTS[best] != 0 and probabilities[best] < self.threshold:
-            best = VERDICTS.index(0)
         return VERDICTS[best], probabilities[best]
+
+    def sure(self, probability: float) -> bool:
+        """Whether a verdict of this probability may charge a reply."""
+        return probability >= self.threshold
 
 
 def _card(folder: Path) -> dict[str, Any]:
@@ -138,19 +194,21 @@ def score(
     head: Head,
     readings: Sequence[Reading],
     reactions: Sequence[tuple[Sequence[Mapping[str, str]], Mapping[str, str]]],
+    context: Context,
 ) -> list[Scores]:
-    """What the model makes of each reaction (history, next) laid out as `readings`, one batch."""
-    context = Padded.of([r.context for r in readings])
+    """What the model makes of each reaction (history, next) laid out as `readings`, one batch on its `context`."""
     suffix = Padded.of([r.suffix for r in readings])
-    h = body.suffix(body.embed(suffix), body.context(context), context.lengths, head.adapter, range(body.depth))
+    h = body.suffix(body.embed(suffix), context.past, context.lengths, head.adapter, range(body.depth))
     pooled = pool(h, suffix.lengths)
     verdicts = head.probabilities(head.logits("verdict", pooled)).tolist()
-    kinds = torch.softmax(head.logits("kind", pooled), -1).tolist()
+    kind = head.logits("kind", pooled)
+    kinds = torch.softmax(kind, -1).tolist()
     place = head.logits("place", pooled)
     out: list[Scores] = []
     for i, (reading, (history, said)) in enumerate(zip(readings, reactions, strict=True)):
         cues = features(history, said, reading.replies)
-        target = torch.softmax(target_logits(place[i], head.cue, reading.replies, cues), -1).tolist()
+        logits = head.target(place[i], kind[i], cues, (history, said, reading.replies))
+        target = torch.softmax(logits, -1).tolist()
         named = dict(zip(head.card["kinds"], kinds[i], strict=True))
         out.append(Scores(tuple(verdicts[i]), named, tuple(target)))
     return out

@@ -8,7 +8,7 @@ It knows no model weights and no verdict.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 VERSION = "e2"
@@ -46,13 +46,20 @@ class Reader:
 
         Raises ValueError when the history holds no reply.
         """
-        replies = [i for i, m in enumerate(history) if m["role"] == "assistant"]
+        replies = shown(history)
         if not replies:
             raise ValueError("the history holds no assistant reply")
         request = self._part("user", asked_before(history, replies[-1]), REQUEST_TOKENS)
         reply = self._part("assistant", history[replies[-1]]["content"], REPLY_TOKENS)
+        return Reading((*request, *reply), self._said(next), replies)
+
+    def instead(self, reading: Reading, next: Mapping[str, str]) -> Reading:
+        """The same request and reply with another next message."""
+        return replace(reading, suffix=self._said(next))
+
+    def _said(self, next: Mapping[str, str]) -> tuple[int, ...]:
         said = self._part("user" if next["role"] == "user" else "tool", next["content"], NEXT_TOKENS)
-        return Reading((*request, *reply), (*said, *self._open["assistant"]), tuple(replies[-SHOWN_REPLIES:]))
+        return (*said, *self._open["assistant"])
 
     def _markup(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -60,6 +67,11 @@ class Reader:
     def _part(self, role: str, text: str, limit: int) -> list[int]:
         body = self._tokenizer.encode(text.strip() or "...", add_special_tokens=False, split_special_tokens=True)
         return [*self._open[role], *cut(body, limit), *self._close]
+
+
+def shown(history: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    """Indices of the replies that may be meant, newest last."""
+    return tuple(i for i, m in enumerate(history) if m["role"] == "assistant")[-SHOWN_REPLIES:]
 
 
 def asked_before(history: Sequence[Mapping[str, str]], at: int) -> str:

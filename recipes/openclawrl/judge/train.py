@@ -3,7 +3,9 @@
 A low-rank adapter on the upper layers of the frozen base and linear heads learn the corpus's verdicts,
 kinds of reaction and targets. The context pass runs once. One run: a part of the conversations is held
 out, the rest trains, the held-out part calibrates and measures. With `--work DIR` an interrupted run
-goes on at the last finished epoch. Owns the split and the run; it knows no recipe and no service.
+goes on at the last finished epoch. A small model of words helps to find the reply that is meant; it is
+fitted last, and `--targets-only` fits it to weights that are there, in minutes. Owns the split and the
+run; it knows no recipe and no service.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ from torch import Tensor, multiprocessing
 from torch import distributed as dist
 
 from recipes.openclawrl.judge.body import Body
-from recipes.openclawrl.judge.calibration import calibrate, calibrate_target, measure, targets_hit
+from recipes.openclawrl.judge.calibration import calibrate, calibrate_target, measure, mix_words, targets_hit
 from recipes.openclawrl.judge.corpus import KINDS, Row, corpus_bytes, groups, read_rows, rows_of, sha256
 from recipes.openclawrl.judge.fit import Fit, Settings, pooled_all
 from recipes.openclawrl.judge.head import SHIPPED, Head
 from recipes.openclawrl.judge.prepared import Cache, Prepared
-from recipes.openclawrl.judge.prompt import VERSION
+from recipes.openclawrl.judge.prompt import VERSION, shown
+from recipes.openclawrl.judge.words import VERSION as WORDS_VERSION
+from recipes.openclawrl.judge.words import Reaction, fit_words
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +54,8 @@ def card(body: Body, settings: Settings, head: Head, corpus: bytes, measured: di
         "corpus": {"sha256": sha256(corpus), "rows": len(rows_of(corpus))},
         "settings": asdict(settings),
         "kinds": list(KINDS),
+        "words": WORDS_VERSION,
+        "mix": list(head.mix),
         "temperature": round(head.temperature, 4),
         "threshold": round(head.threshold, 4),
         "held_out": measured,
@@ -64,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=SHIPPED, help="folder for weights.safetensors and weights.json")
     parser.add_argument("--work", type=Path, help="folder for what an interrupted run goes on from")
     parser.add_argument("--check", type=Path, help="more labelled rows to measure")
+    parser.add_argument(
+        "--targets-only", action="store_true", help="keep the weights in --out, fit only what finds the reply meant"
+    )
     parser.add_argument("--threads", type=int, default=1)
     for name, value in asdict(Settings()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
@@ -72,6 +81,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(given.threads)
     settings = Settings(**{name: getattr(given, name) for name in asdict(Settings())})
     corpus = given.corpus.read_bytes() if given.corpus else corpus_bytes()
+    if given.targets_only:
+        with tempfile.TemporaryDirectory() as folder:
+            retarget(given.model, corpus, given.out, given.work or Path(folder))
+        return
     train(given.model, corpus, settings, given.out, given.work, given.check)
 
 
@@ -111,13 +124,55 @@ def train(
     pooled, said = pooled_all(body, trained, test, settings.first), torch.tensor([d.verdict for d in test])
     head = calibrate(trained, trained.logits("verdict", pooled), said)
     head = calibrate_target(head, trained.logits("place", pooled), test)
-    result = _measured(head, pooled, test)
+    head = with_words(head, pooled, taught, kept, test)
+    result = _measured(head, pooled, test, kept)
     _log.info("held out: %s", result)
-    if checked:
-        _log.info("check: %s", _measured(head, pooled_all(body, head, checked, settings.first), checked))
+    if check:
+        _log.info(
+            "check: %s", _measured(head, pooled_all(body, head, checked, settings.first), checked, read_rows(check))
+        )
     head = replace(head, card=card(body, settings, head, corpus, result))
     head.save(out)
     return head
+
+
+def retarget(model: str | Path, corpus: bytes, folder: Path, work: Path) -> Head:
+    """Fit only what finds the reply that is meant, for the weights in `folder`, and write them there again."""
+    rows = rows_of(corpus)
+    body = Body(model, Head.depth_of(folder))
+    head = Head.load(folder, body)
+    settings = Settings(**head.card["settings"])
+    apart = held_out(rows, settings.held_out, settings.seed)
+    taught = [r for r, o in zip(rows, apart, strict=True) if not o]
+    kept = [r for r, o in zip(rows, apart, strict=True) if o and r.target is not None and len(shown(r.history)) > 1]
+    test = Cache(body, settings.first, work).prepared(kept)
+    pooled = pooled_all(body, head, test, settings.first)
+    head = with_words(head, pooled, taught, kept, test)
+    found = targets_hit(head, head.logits("place", pooled), head.logits("kind", pooled), test, _reactions(kept))
+    _log.info("held out: %s", found)
+    measured = {**head.card["held_out"], "target": found}
+    head = replace(head, card={**head.card, "words": WORDS_VERSION, "mix": list(head.mix), "held_out": measured})
+    head.save(folder)
+    return head
+
+
+def with_words(
+    head: Head, pooled: Tensor, taught: Sequence[Row], kept: Sequence[Row], test: Sequence[Prepared]
+) -> Head:
+    """The head with a model of words fitted to `taught` and weighed by `kept`, whose rows `test` and `pooled` are."""
+    several = [row for row in taught if row.target in shown(row.history) and len(shown(row.history)) > 1]
+    reactions = _reactions(several)
+    targets = [
+        replies.index(row.target)
+        for row, (_, _, replies) in zip(several, reactions, strict=True)
+        if row.target is not None
+    ]
+    head = replace(head, words=fit_words(reactions, targets))
+    return mix_words(head, head.logits("place", pooled), head.logits("kind", pooled), test, _reactions(kept))
+
+
+def _reactions(rows: Sequence[Row]) -> list[Reaction]:
+    return [(row.history, row.next, shown(row.history)) for row in rows]
 
 
 def _work(
@@ -146,9 +201,10 @@ def _work(
         dist.destroy_process_group()
 
 
-def _measured(head: Head, pooled: Tensor, rows: Sequence[Prepared]) -> dict[str, Any]:
+def _measured(head: Head, pooled: Tensor, rows: Sequence[Prepared], said: Sequence[Row]) -> dict[str, Any]:
     found = measure(head, head.logits("verdict", pooled), torch.tensor([row.verdict for row in rows]))
-    return found | {"target": targets_hit(head, head.logits("place", pooled), rows)}
+    place, kind = head.logits("place", pooled), head.logits("kind", pooled)
+    return found | {"target": targets_hit(head, place, kind, rows, _reactions(said))}
 
 
 def _fields(row: Prepared) -> tuple[Any, ...]:
