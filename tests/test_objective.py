@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recipes.openclawrl.advantage import baseline_advantages
+from recipes.openclawrl.advantage import acceptance, baseline_advantages
 from recipes.openclawrl.objective import (
     OPENCLAW,
     REEF,
@@ -33,6 +34,8 @@ from recipes.openclawrl.objective import (
     tail_bins,
     thinking_at_stake,
 )
+from recipes.openclawrl.recipe import CALMEST, Config, OpenClawRL
+from reef.train.sample import Context, Sample
 
 STUDENT = torch.tensor([[3, 2, 1, 0.5, 0, -0.5, -1, -2]])
 TEACHER = torch.tensor([[1, 3, 1, 0.5, 1.5, -0.5, -1, -2]])
@@ -176,6 +179,11 @@ def test_baseline_before_the_negative_scale() -> None:
     assert same == mean
 
 
+def test_acceptance_is_a_running_share_of_what_was_judged() -> None:
+    assert acceptance([1, 1, -1, 0, None], 0.0) == pytest.approx(((0.2 * 0.8) + 0.2) * 0.8)
+    assert acceptance([], 0.4) == 0.4 and 0.99 < acceptance([1] * 40, 0.0) < 1
+
+
 def test_baseline_is_carried_and_neutral_rewards_leave_it() -> None:
     whole, mean = baseline_advantages([1, 0, None, -1, 1])
     first, middle = baseline_advantages([1, 0])
@@ -276,3 +284,15 @@ def test_nothing_is_distilled_where_the_end_of_thinking_is_at_stake() -> None:
     at_stake = thinking_at_stake(logits.log_softmax(-1), tokens, 5, 1)
     assert at_stake.tolist() == [False, True, False, True, False]
     assert opd_mask(mask, 2, at_stake).tolist() == [0, 0, 1, 0, 1]
+
+
+def test_steps_calm_down_by_first_replies_only() -> None:
+    """Corrections within a session say nothing of how the next one will begin."""
+    context = (Context("demonstration", (1,), ""),)
+    base = Sample("t", 1, (1,), (2,), (-1.0,), (), (1,), 0.7, 1, contexts=context)
+    later = replace(base, reward=-1, opening=False)
+    recipe = OpenClawRL(Config())
+    _, state = recipe.form([base, later, later, base], {})
+    assert state["content"] == pytest.approx(0.36) and state["lr_scale"] == pytest.approx(0.64)
+    _, alone = recipe.form([replace(later, contexts=())], state)
+    assert alone["content"] == state["content"] and alone["lr_scale"] == CALMEST

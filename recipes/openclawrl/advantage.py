@@ -29,3 +29,12 @@ def batch_advantages(rewards: Sequence[int | None], kind: str, start: float) -> 
     if kind == "raw":
         return [float(r or 0) for r in rewards], start
     return baseline_advantages(rewards, start=start)
+
+
+def acceptance(rewards: Sequence[int | None], start: float, ema: float = 0.2) -> float:
+    """Running share of accepted replies, in arrival order; a reward of 0 or None leaves it."""
+    share = start
+    for reward in rewards:
+        if reward:
+            share += ema * ((reward > 0) - share)
+    return share

@@ -84,6 +84,7 @@ def make_sample(
         weight=TOOL_WEIGHT if tool_turn else 1.0,
         contexts=contexts,
         ends_thinking=thinking_end(tokenizer),
+        opening=not any(m.role == "assistant" for m in turn.messages),
     )
 
 

@@ -75,7 +75,7 @@ class Config(BaseModel):
     )
     calm: bool = Field(
         default=True,
-        description="smaller steps as acceptance grows (lr times 1 - baseline, at least a quarter) or with no teacher",
+        description="smaller steps as first replies are accepted (lr times the rest, a quarter at least) or with no teacher",
     )
     max_contexts: int = Field(default=3, ge=1, le=3, description="candidate contexts for the teacher")
     use_hints: bool = Field(default=True, description="false: only accepted replies are shown to the teacher")
@@ -147,7 +147,7 @@ class OpenClawRL:
     def form(self, samples: Sequence[Sample], carried: Mapping[str, Any]) -> tuple[list[Sample], dict[str, Any]]:
         from dataclasses import replace
 
-        from recipes.openclawrl.advantage import batch_advantages
+        from recipes.openclawrl.advantage import acceptance, batch_advantages
 
         advantages, state = batch_advantages(
             [s.reward for s in samples], self._advantage_kind(), float(carried.get("baseline", 0.0))
@@ -155,9 +155,10 @@ class OpenClawRL:
         formed = [replace(s, advantage=a) for s, a in zip(samples, advantages, strict=True)]
         if not self.config.calm:
             return formed, {"baseline": state}
-        content = max(0.0, state if self._advantage_kind() == "baseline" else 0.0)
+        content = acceptance([s.reward for s in samples if s.opening], float(carried.get("content", 0.0)))
         led = any(s.contexts for s in samples)  # else it only learns what not to say, and Adam's step is as long
-        return formed, {"baseline": state, "lr_scale": max(CALMEST, 1.0 - content) if led else CALMEST}
+        scale = max(CALMEST, 1.0 - content) if led else CALMEST
+        return formed, {"baseline": state, "content": content, "lr_scale": scale}
 
     def rehearse(self, past: Sequence[JudgedTurn], version: int) -> Rehearsal:
         from recipes.openclawrl.processor import rehearsal

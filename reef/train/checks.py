@@ -15,8 +15,12 @@ CANARIES: tuple[str, ...] = (
     "What is the capital of Italy?",
     "Name three animals that live in the sea.",
     "What do people use a hammer for?",
+    "How many days are in a week?",
+    "Say hello to my neighbour.",
+    "Which is bigger, a horse or a mouse?",
 )
-"""requests with a short answer, asked of every candidate and, while it serves, of every release"""
+"""requests with a short answer, asked of every candidate and, while it serves, of every release; so many that one
+greedy reply that loops refuses nothing, and two do"""
 CANARY_TOKENS = 32
 
 
@@ -107,7 +111,7 @@ def missing_eos(replies: Sequence[Sequence[int]], eos: Iterable[int]) -> float:
 
 def may_not_end(limits: GateLimits, base: float, replies: int) -> float:
     """The share of replies that may not end, where the base leaves the share `base` unfinished. It is one reply
-    at least: of three replies no share is known more exactly, and a user may like longer answers."""
+    at least: of a few replies no share is known more exactly, and a user may like longer answers."""
     return base + max(limits.missing_eos, 1 / max(replies, 1))
 
 

@@ -50,6 +50,8 @@ class Sample:
     contexts: tuple[Context, ...] = ()
     ends_thinking: int | None = None
     """the id that ends a thinking model's reasoning"""
+    opening: bool = True
+    """the first reply of its conversation: no correction came before it"""
     rehearsed: bool = False
     """an accepted reply of an earlier step, trained once more: it is none of the step's turns"""
 
@@ -81,6 +83,7 @@ class Sample:
             advantage=data["advantage"],
             contexts=tuple(Context(c["kind"], tuple(c["prompt_ids"]), c["text"]) for c in data["contexts"]),
             ends_thinking=data.get("ends_thinking"),
+            opening=data.get("opening", True),
             rehearsed=data.get("rehearsed", False),
         )
 
