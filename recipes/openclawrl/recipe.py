@@ -75,7 +75,7 @@ class Config(BaseModel):
     )
     calm: bool = Field(
         default=True,
-        description="smaller steps as first replies are accepted (lr times the rest, a quarter at least) or with no teacher",
+        description="smaller steps as first replies are accepted (a quarter at least) or with no teacher",
     )
     max_contexts: int = Field(default=3, ge=1, le=3, description="candidate contexts for the teacher")
     use_hints: bool = Field(default=True, description="false: only accepted replies are shown to the teacher")

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, multiprocessing
+from torch import Tensor
 from torch import distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 from recipes.openclawrl.judge.body import Body
 from recipes.openclawrl.judge.calibration import calibrate, calibrate_target, measure, mix_words, targets_hit
@@ -117,7 +118,7 @@ def train(
         if settings.workers == 1:
             _work(0, *arguments)
         else:
-            multiprocessing.spawn(_work, arguments, settings.workers)
+            spawn(_work, arguments, settings.workers)
         fit.resume(state)
     test, checked = cache.prepared(kept), cache.prepared(read_rows(check)) if check else []
     trained = fit.head()
