@@ -7,8 +7,8 @@ session, and is then timed on the next request of some of them, picked at random
 run fails. A million sessions run with the shortest history only. `--peer DIR` is the unpacked sdist of
 reef-infra 0.0.2 (`pip download --no-deps --no-binary :all: reef-infra==0.0.2`): its session index takes
 the same requests in turn with ours, up to 4,096 sessions, since it looks at every session for each request.
-Times are processor milliseconds, the median of several rounds, so that neighbours on the machine distort
-them less. The last line is one JSON object.
+Times are processor milliseconds, ours and the peer's each the best of several rounds. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import argparse
 import importlib
 import json
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from reef.wire.exchange import Api, Delivered, Exchange
 PEER_SESSIONS = 4096
 LONG_SESSIONS = 100_000
 """most sessions with a history of 50 messages or more"""
-ROUNDS = 5
+ROUNDS = 10
 Message = dict[str, str]
 SYSTEM = {"role": "system", "content": "You are a helpful agent. " + "Work carefully and answer briefly. " * 20}
 
@@ -80,7 +79,7 @@ def following(session: int, messages: int) -> list[Message]:
 
 
 def timed(ask: Callable[[int], bool], sessions: list[int]) -> float:
-    """Processor milliseconds a request, the median of the rounds."""
+    """Processor milliseconds a request, in the best of the rounds: neighbours on the machine only ever slow one down."""
     size = len(sessions) // ROUNDS
     rounds = []
     for at in range(0, size * ROUNDS, size):
@@ -89,7 +88,7 @@ def timed(ask: Callable[[int], bool], sessions: list[int]) -> float:
         rounds.append((time.process_time() - started) / size * 1000)
         if not all(bound):
             raise SystemExit("a request that goes on from a served reply was not bound")
-    return statistics.median(rounds)
+    return min(rounds)
 
 
 def ours(sessions: int, messages: int, picked: list[int]) -> tuple[float, float]:

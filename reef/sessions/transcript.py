@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from reef.recipe import NextState
@@ -170,13 +171,19 @@ def transcript(exchange: Exchange) -> Transcript:
         groups=groups,
         newest=newest,
         system=system,
-        shape=join((digest("system", numberless(system)), digest("tools", " ".join(names)))),
+        shape=shape_of(system, " ".join(names)),
         tools=bool(names),
         schema=_asks_schema(exchange.request),
         reply=reply_atoms(reply) if reply else [],
         results=reading.result_ids_of(exchange),
         bare=bare,
     )
+
+
+@lru_cache(maxsize=256)
+def shape_of(system: str, tools: str) -> bytes:
+    """What kind of request it is. The same long system text comes with every request of a client."""
+    return join((digest("system", numberless(system)), digest("tools", tools)))
 
 
 FOREIGN = 120
