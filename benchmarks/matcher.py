@@ -79,7 +79,7 @@ def following(session: int, messages: int) -> list[Message]:
 
 
 def timed(ask: Callable[[int], bool], sessions: list[int]) -> float:
-    """Processor milliseconds a request, in the best of the rounds: neighbours on the machine only ever slow one down."""
+    """Processor milliseconds a request, in the best round: neighbours on the machine only ever slow one down."""
     size = len(sessions) // ROUNDS
     rounds = []
     for at in range(0, size * ROUNDS, size):
