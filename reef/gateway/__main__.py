@@ -82,6 +82,8 @@ def main() -> None:
         host=config.server.host,
         port=config.server.port,
         log_level="warning",
+        access_log=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=max(1, int(config.server.drain_timeout_s)),
     )
 
