@@ -63,26 +63,30 @@ class EngineClient:
             await self._session.close()
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole answer. Raises UpstreamError with the engine's status and body."""
+        """A whole answer, parsed. Raises UpstreamError with the engine's status and body."""
+        return _parsed(await self.ask(path, orjson.dumps(body)))
+
+    async def ask(self, path: str, content: bytes) -> bytes:
+        """The bytes of a whole answer to a JSON body. Raises UpstreamError with the engine's status and body."""
         try:
-            async with self._post(path, body, self._whole) as response:
-                return _answer(response, await response.read())
+            async with self._post(path, content, self._whole) as response:
+                return _accepted(response, await response.read())
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unreachable(error) from error
 
     @asynccontextmanager
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The raw bytes of a streamed answer. Raises UpstreamError before the first byte if refused;
+    async def stream(self, path: str, content: bytes) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The raw bytes of a streamed answer to a JSON body. Raises UpstreamError before the first byte if refused;
         leaving the context early closes the connection, which cancels generation. Silence is the
         caller's to bound."""
         try:
-            response = await self._post(path, body, self._streamed)
+            response = await self._post(path, content, self._streamed)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unreachable(error) from error
         try:
             if response.status >= 400:
                 try:
-                    raise _refused(response, await response.read())
+                    _accepted(response, await response.read())
                 except aiohttp.ClientError as error:
                     raise self._unreachable(error) from error
             yield _pieces(response)
@@ -131,13 +135,12 @@ class EngineClient:
     async def _get(self, path: str) -> dict[str, Any]:
         try:
             async with self._open().get(self._at(path), timeout=self._brief) as response:
-                return _answer(response, await response.read())
+                return _parsed(_accepted(response, await response.read()))
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unreachable(error) from error
 
-    def _post(self, path: str, body: Mapping[str, Any], timeout: aiohttp.ClientTimeout) -> Any:
+    def _post(self, path: str, content: bytes, timeout: aiohttp.ClientTimeout) -> Any:
         """The request, to be awaited or entered."""
-        content = orjson.dumps(body)
         if len(content) <= _PIECE:
             return self._open().post(self._at(path), data=content, timeout=timeout)
         size = {"content-length": str(len(content))}
@@ -200,9 +203,13 @@ def _refused(response: aiohttp.ClientResponse, content: bytes) -> UpstreamError:
     return UpstreamError(str(text), status=response.status, body=body, retry_after=after)
 
 
-def _answer(response: aiohttp.ClientResponse, content: bytes) -> dict[str, Any]:
+def _accepted(response: aiohttp.ClientResponse, content: bytes) -> bytes:
     if response.status >= 400:
         raise _refused(response, content)
+    return content
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
     try:
         body = orjson.loads(content)
     except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from pathlib import Path
@@ -71,12 +72,22 @@ def gateway_app(config: Config) -> Starlette:
     return build_app(Services(config, engine, publisher, writer, proxy, views, history, limits, upkeep, forget))
 
 
+def _calm() -> None:
+    """Have the interpreter interrupt requests less: an answer is thousands of objects and no cycle, which a
+    collector with the usual thresholds walks again and again; and the event loop is to wait for the
+    log's thread for half a millisecond at most, not five."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+    sys.setswitchinterval(0.0005)
+
+
 def main() -> None:
     config, _ = read_run_config(Path(sys.argv[1]))
     logging.basicConfig(
         level=config.observe.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    _calm()
     uvicorn.run(
         gateway_app(config),
         host=config.server.host,

@@ -154,10 +154,11 @@ class Proxy:
                 call.answer.forget()
 
     async def _whole_once(self, call: Call, lease: Lease) -> dict[str, Any]:
-        response = await self._engine.post(call.dialect.engine_path, call.sent)
-        if not response.get("choices"):
-            raise UpstreamError("the engine's answer has no choices")
+        content = await self._engine.ask(call.dialect.engine_path, orjson.dumps(call.sent))
         try:
+            response = call.answer.load(content)
+            if not response.get("choices"):
+                raise UpstreamError("the engine's answer has no choices")
             return call.translator.whole(call.answer.whole(response))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UpstreamError(f"the engine's answer is not readable: {error!r}") from error
@@ -171,17 +172,23 @@ class Proxy:
         try:
             async with (
                 asyncio.timeout_at(min(loop.time() + times.first_byte, last)) as clock,
-                self._engine.stream(call.dialect.engine_path, call.sent) as upstream,
+                self._engine.stream(call.dialect.engine_path, orjson.dumps(call.sent)) as upstream,
             ):
                 await out.start()
-                async for data in sse.events(upstream):
+                splitter = sse.Splitter()
+                async for piece in upstream:
                     if ended:
                         continue
-                    ended = data.strip() == "[DONE]"
+                    ready: list[bytes] = []
+                    try:
+                        for data in splitter.feed(piece):
+                            if ended := data.strip() == b"[DONE]":
+                                break
+                            ready.append(_translate(call, data))
+                    finally:  # what came before a chunk that can't be read is the client's
+                        await out.write(b"".join(ready))
                     # the body is read to its end, else the connection could not be used again
                     clock.reschedule(min(loop.time() + (DRAIN_S if ended else times.idle), last))
-                    if not ended:
-                        await out.write(_translate(call, data))
         except TimeoutError:
             if not ended:
                 raise _silent("the engine was silent for too long") from None
@@ -234,14 +241,13 @@ class Proxy:
             sampled=call.answer.sampled(call.version, sampling_of(call.sent)),
             error=error,
         )
-        # a client that leaves now must not take the record along
-        await asyncio.shield(self._writer.exchange(exchange))
+        await self._writer.exchange(exchange)
 
 
-def _translate(call: Call, data: str) -> bytes:
+def _translate(call: Call, data: bytes) -> bytes:
     """One chunk as the client's events. Raises UpstreamError for one that is an error or unreadable."""
     try:
-        chunk = orjson.loads(data)
+        chunk = call.answer.load(data)
         if "error" in chunk and not chunk.get("choices"):
             told = chunk["error"]
             raise UpstreamError(str(told.get("message") if isinstance(told, dict) else told), body=chunk)
