@@ -21,6 +21,7 @@ from ulid import ULID
 from reef.config import Config
 from reef.engine.base import EngineClient
 from reef.errors import ReefError, StoreError, UpstreamError
+from reef.gateway.body import aside
 from reef.gateway.delivery import EventStream
 from reef.gateway.errors import status_of
 from reef.releases.publish import Lease, Publisher
@@ -49,6 +50,8 @@ class Call:
     """as the client sent it"""
     asked: Mapping[str, Any]
     """as the engine's route takes it, before Reef adds anything"""
+    size: int = 0
+    """bytes of the client's body"""
     id: str = field(default_factory=lambda: str(ULID()))
     started: float = field(default_factory=time.time)
     version: int = 0
@@ -154,14 +157,9 @@ class Proxy:
                 call.answer.forget()
 
     async def _whole_once(self, call: Call, lease: Lease) -> dict[str, Any]:
-        content = await self._engine.ask(call.dialect.engine_path, orjson.dumps(call.sent))
-        try:
-            response = call.answer.load(content)
-            if not response.get("choices"):
-                raise UpstreamError("the engine's answer has no choices")
-            return call.translator.whole(call.answer.whole(response))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UpstreamError(f"the engine's answer is not readable: {error!r}") from error
+        body = await aside(call.size, orjson.dumps, call.sent)
+        content = await self._engine.ask(call.dialect.engine_path, body)
+        return await aside(len(content), _translate_whole, call, content)
 
     async def _stream_once(self, call: Call, lease: Lease, out: EventStream) -> None:
         """Forward one stream. Returns when the engine has finished; what ends the answer is still held."""
@@ -169,10 +167,11 @@ class Proxy:
         loop = asyncio.get_running_loop()
         last = loop.time() + times.total
         ended = False
+        body = await aside(call.size, orjson.dumps, call.sent)
         try:
             async with (
                 asyncio.timeout_at(min(loop.time() + times.first_byte, last)) as clock,
-                self._engine.stream(call.dialect.engine_path, orjson.dumps(call.sent)) as upstream,
+                self._engine.stream(call.dialect.engine_path, body) as upstream,
             ):
                 await out.start()
                 splitter = sse.Splitter()
@@ -242,6 +241,17 @@ class Proxy:
             error=error,
         )
         await self._writer.exchange(exchange)
+
+
+def _translate_whole(call: Call, content: bytes) -> dict[str, Any]:
+    """A whole answer as the client's body. Raises UpstreamError for one that is unreadable."""
+    try:
+        response = call.answer.load(content)
+        if not response.get("choices"):
+            raise UpstreamError("the engine's answer has no choices")
+        return call.translator.whole(call.answer.whole(response))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UpstreamError(f"the engine's answer is not readable: {error!r}") from error
 
 
 def _translate(call: Call, data: bytes) -> bytes:

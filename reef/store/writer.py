@@ -22,6 +22,7 @@ from sqlalchemy import Connection, Engine, Table, func, insert, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from reef.errors import StoreError
+from reef.store.checkpoints import Checkpoints
 from reef.store.columns import Raw, key, to_json, words
 from reef.store.schema import exchanges, gaps, reports, serving
 from reef.store.transactions import Trouble, trouble, writing
@@ -88,6 +89,9 @@ class LogWriter:
         self._redact = redact
         self._redact_text = redact_text
         self._gap: _Gap | None = None
+        self._checkpoints = Checkpoints(engine)
+        self._written = 0
+        """bytes of exchanges since the checkpoints were told"""
         self._capacity = capacity
         self._queue: queue.SimpleQueue[_Row | _Change | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
@@ -150,6 +154,7 @@ class LogWriter:
         """Commit what waits, then stop."""
         self._queue.put(None)
         self._thread.join()
+        self._checkpoints.close()
 
     async def _put(self, item: _Row | _Change) -> Any:
         if self._queue.qsize() < self._capacity:
@@ -190,6 +195,8 @@ class LogWriter:
             except Exception as error:  # whatever it is, callers must hear of it and the thread must live
                 log.exception("the record log failed")
                 _tell([(item.caller, StoreError(f"the record could not be written: {error!r}")) for item in batch])
+            self._checkpoints.wrote(self._written)
+            self._written = 0
             if stop:
                 return
 
@@ -232,7 +239,9 @@ class LogWriter:
             rows: list[tuple[Table, Mapping[str, Any]]] = []
             for n, item in enumerate(batch):
                 if isinstance(item, _Row):
-                    rows.append((item.table, item.make()))
+                    row = item.make()
+                    self._written += row.get("size", 0)
+                    rows.append((item.table, row))
                 else:
                     self._append(connection, rows, again)
                     rows = []
