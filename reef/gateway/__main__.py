@@ -73,13 +73,11 @@ def gateway_app(config: Config) -> Starlette:
 
 
 def _calm() -> None:
-    """Have the interpreter interrupt requests less: an answer is thousands of objects and no cycle, which a
-    collector with the usual thresholds walks again and again; and the event loop is to wait for the
-    log's thread for half a millisecond at most, not five."""
+    """Have the collector interrupt requests less: an answer is thousands of objects and no cycle, which it
+    walks again and again with its usual thresholds."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-    sys.setswitchinterval(0.0005)
 
 
 def main() -> None:
