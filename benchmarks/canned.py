@@ -6,7 +6,7 @@
 The engine is a plain asyncio protocol that never parses a body, so that it costs next to nothing beside
 what is measured. It answers any POST with the same reply, whole or streamed; where the request asks for
 token ids it adds them, with log-probs and the top K, as vLLM does. The proxy is what a gateway on this
-stack costs that neither reads nor records: Starlette and httpx, bytes in, bytes out.
+stack costs that neither reads nor records: uvicorn, Starlette and aiohttp, bytes in, bytes out.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from functools import lru_cache
 from typing import Any
 
-import httpx
+import aiohttp
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -160,28 +159,18 @@ async def serve_engine(port: int, tokens: int, top: int, gap_s: float) -> None:
 
 def bare_proxy(url: str) -> Starlette:
     """Forwards bodies and answers untouched."""
-    client = httpx.AsyncClient(
-        base_url=url, timeout=300, limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    )
+    sessions: list[aiohttp.ClientSession] = []
 
     async def forward(request: Request) -> Response:
+        if not sessions:
+            sessions.append(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         body = await request.body()
-        sent = client.build_request(
-            request.method, request.url.path, content=body, headers={"content-type": "application/json"}
-        )
-        response = await client.send(sent, stream=True)
+        headers = {"content-type": "application/json"}
+        response = await sessions[0].request(request.method, url + request.url.path, data=body, headers=headers)
         kind = response.headers.get("content-type", "")
         if not kind.startswith("text/event-stream"):
-            content = await response.aread()
-            await response.aclose()
-            return Response(content, response.status_code, media_type=kind)
-
-        async def passed() -> AsyncIterator[bytes]:
-            async for chunk in response.aiter_bytes():
-                yield chunk
-            await response.aclose()
-
-        return StreamingResponse(passed(), media_type=kind)
+            return Response(await response.read(), response.status, media_type=kind)
+        return StreamingResponse(response.content.iter_any(), media_type=kind)
 
     return Starlette(routes=[Route("/{path:path}", forward, methods=["GET", "POST"])])
 
@@ -198,7 +187,7 @@ def main() -> None:
     if options.part == "engine":
         asyncio.run(serve_engine(options.port, options.tokens, options.top, options.gap_ms / 1000))
     else:
-        uvicorn.run(bare_proxy(options.url), host="127.0.0.1", port=options.port, log_level="warning")
+        uvicorn.run(bare_proxy(options.url), host="127.0.0.1", port=options.port, log_level="warning", access_log=False)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,25 @@ session, no store and no training.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-import httpx
+import aiohttp
 import orjson
+from yarl import URL
 
 from reef.errors import UpstreamError
 
-_JSON = {"content-type": "application/json"}
+_HEADERS = {"content-type": "application/json", "accept-encoding": "identity"}
+_KEEP_ALIVE_S = 4.0
+"""how long an idle connection is kept: engines on uvicorn close theirs after five seconds"""
+_PIECE = 256 * 1024
+"""bytes of a large body that are sent at a time, so that no other request waits for the whole of it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,46 +46,52 @@ class Health:
 
 
 class EngineClient:
-    """An engine at a base URL (without /v1)."""
+    """An engine at a base URL (without /v1). Belongs to the event loop it is first used in."""
 
     def __init__(self, url: str, *, key: str | None = None, timeouts: Timeouts = Timeouts()) -> None:
         self.url = url.rstrip("/")
         self.timeouts = timeouts
-        self._client = httpx.AsyncClient(
-            base_url=self.url,
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(timeouts.total, connect=timeouts.connect),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-        )
+        self._headers = {**_HEADERS, "authorization": f"Bearer {key}"} if key else _HEADERS
+        self._urls: dict[str, URL] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._whole = aiohttp.ClientTimeout(total=timeouts.total, sock_connect=timeouts.connect)
+        self._streamed = aiohttp.ClientTimeout(total=None, sock_connect=timeouts.connect)
+        self._brief = aiohttp.ClientTimeout(total=timeouts.connect)
 
     async def close(self) -> None:
-        await self._client.aclose()
+        if self._session is not None:
+            await self._session.close()
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole answer. Raises UpstreamError with the engine's status and body."""
+        """A whole answer, parsed. Raises UpstreamError with the engine's status and body."""
+        return _parsed(await self.ask(path, orjson.dumps(body)))
+
+    async def ask(self, path: str, content: bytes) -> bytes:
+        """The bytes of a whole answer to a JSON body. Raises UpstreamError with the engine's status and body."""
         try:
-            response = await self._client.post(path, content=orjson.dumps(body), headers=_JSON)
-        except httpx.HTTPError as error:
+            async with self._post(path, content, self._whole) as response:
+                return _accepted(response, await response.read())
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unreachable(error) from error
-        return _answer(response)
 
     @asynccontextmanager
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The raw bytes of a streamed answer. Raises UpstreamError before the first byte if refused;
+    async def stream(self, path: str, content: bytes) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The raw bytes of a streamed answer to a JSON body. Raises UpstreamError before the first byte if refused;
         leaving the context early closes the connection, which cancels generation. Silence is the
         caller's to bound."""
-        request = self._client.build_request("POST", path, content=orjson.dumps(body), headers=_JSON)
         try:
-            response = await self._client.send(request, stream=True)
-        except httpx.HTTPError as error:
+            response = await self._post(path, content, self._streamed)
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unreachable(error) from error
         try:
-            if response.status_code >= 400:
-                await response.aread()
-                raise _refused(response)
-            yield self._bytes(response)
+            if response.status >= 400:
+                try:
+                    _accepted(response, await response.read())
+                except aiohttp.ClientError as error:
+                    raise self._unreachable(error) from error
+            yield _pieces(response)
         finally:
-            await response.aclose()
+            response.close()  # one read to its end has given its connection back already
 
     async def count_tokens(self, model: str, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> int:
         """Length of the prompt these messages become, in tokens. Raises UpstreamError."""
@@ -113,47 +127,91 @@ class EngineClient:
 
     async def health(self) -> Health:
         try:
-            response = await self._client.get("/health", timeout=5.0)
-        except httpx.HTTPError as error:
+            async with self._open().get(self._at("/health"), timeout=aiohttp.ClientTimeout(total=5.0)) as response:
+                return Health(response.status < 400, f"status {response.status}")
+        except (aiohttp.ClientError, TimeoutError) as error:
             return Health(False, f"not reachable: {type(error).__name__}")
-        return Health(response.status_code < 400, f"status {response.status_code}")
 
     async def _get(self, path: str) -> dict[str, Any]:
         try:
-            response = await self._client.get(path, timeout=self.timeouts.connect)
-        except httpx.HTTPError as error:
+            async with self._open().get(self._at(path), timeout=self._brief) as response:
+                return _parsed(_accepted(response, await response.read()))
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unreachable(error) from error
-        return _answer(response)
 
-    async def _bytes(self, response: httpx.Response) -> AsyncIterator[bytes]:
-        try:
-            async for chunk in response.aiter_bytes():
-                yield chunk
-        except httpx.HTTPError as error:
-            raise UpstreamError(f"the engine broke off: {type(error).__name__}") from error
+    def _post(self, path: str, content: bytes, timeout: aiohttp.ClientTimeout) -> Any:
+        """The request, to be awaited or entered."""
+        if len(content) <= _PIECE:
+            return self._open().post(self._at(path), data=content, timeout=timeout)
+        size = {"content-length": str(len(content))}
+        return self._open().post(self._at(path), data=_in_pieces(content), headers=size, timeout=timeout)
 
-    def _unreachable(self, error: httpx.HTTPError) -> UpstreamError:
-        status = 504 if isinstance(error, httpx.TimeoutException) else 502
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                proxy=_proxy_for(self.url),
+            )
+        return self._session
+
+    def _at(self, path: str) -> URL:
+        url = self._urls.get(path)
+        if url is None:
+            url = self._urls[path] = URL(self.url + path)
+        return url
+
+    def _unreachable(self, error: Exception) -> UpstreamError:
+        status = 504 if isinstance(error, TimeoutError) else 502
         return UpstreamError(f"the engine at {self.url} can't be reached: {type(error).__name__}", status=status)
 
 
-def _refused(response: httpx.Response) -> UpstreamError:
+def _proxy_for(url: str) -> str | None:
+    """The proxy the environment names for this URL."""
+    parts = urlsplit(url)
+    if not parts.hostname or proxy_bypass(parts.hostname):
+        return None
+    proxies = getproxies()
+    return proxies.get(parts.scheme) or proxies.get("all")
+
+
+async def _in_pieces(content: bytes) -> AsyncIterator[bytes]:
+    for at in range(0, len(content), _PIECE):
+        yield content[at : at + _PIECE]
+        await asyncio.sleep(0)
+
+
+async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     try:
-        body: Any = response.json()
+        async for piece in response.content.iter_any():
+            yield piece
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise UpstreamError(f"the engine broke off: {type(error).__name__}") from error
+
+
+def _refused(response: aiohttp.ClientResponse, content: bytes) -> UpstreamError:
+    try:
+        body: Any = orjson.loads(content)
     except ValueError:
         body = None
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
-    text = message or (body.get("message") if isinstance(body, dict) else None) or response.text[:500]
+    told = message or (body.get("message") if isinstance(body, dict) else None)
+    text = told or content.decode(errors="replace")[:500]
     after = response.headers.get("retry-after")
-    return UpstreamError(str(text), status=response.status_code, body=body, retry_after=after)
+    return UpstreamError(str(text), status=response.status, body=body, retry_after=after)
 
 
-def _answer(response: httpx.Response) -> dict[str, Any]:
-    if response.status_code >= 400:
-        raise _refused(response)
+def _accepted(response: aiohttp.ClientResponse, content: bytes) -> bytes:
+    if response.status >= 400:
+        raise _refused(response, content)
+    return content
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
     try:
-        body = orjson.loads(response.content)
+        body = orjson.loads(content)
     except ValueError:
         return {}  # vLLM answers adapter calls with plain text
     return body if isinstance(body, dict) else {}

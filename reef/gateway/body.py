@@ -3,14 +3,21 @@ report's."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import orjson
 from starlette.requests import Request
 
 from reef.errors import BadRequest, BodyTooLarge, HeadersTooLarge
+
+LARGE = 1 << 20
+"""bytes; parsing or writing them takes about a millisecond"""
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +39,18 @@ def check_headers(request: Request, limits: Limits) -> None:
 
 
 async def read_json(request: Request, limits: Limits) -> Any:
-    """The body, parsed. Raises BodyTooLarge or BadRequest.
+    """The body, parsed. Raises BodyTooLarge or BadRequest."""
+    body = await read_body(request, limits)
+    return await aside(len(body), parse, body, limits)
 
-    What can't be text (lone surrogates, broken UTF-8), NaN and infinities are refused, integers beyond
-    64 bits become floats.
-    """
+
+async def aside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`work` on `size` bytes: at once, or in a thread where others would have to wait for it too long."""
+    return work(*args, **kwargs) if size <= LARGE else await asyncio.to_thread(work, *args, **kwargs)
+
+
+async def read_body(request: Request, limits: Limits) -> bytearray:
+    """The body's bytes. Raises BodyTooLarge or HeadersTooLarge."""
     check_headers(request, limits)
     too_large = f"the body is larger than {limits.body / 2**20:g} MiB"
     declared = request.headers.get("content-length", "")
@@ -47,6 +61,15 @@ async def read_json(request: Request, limits: Limits) -> Any:
         body += chunk
         if len(body) > limits.body:
             raise BodyTooLarge(too_large)
+    return body
+
+
+def parse(body: bytearray, limits: Limits) -> Any:
+    """The JSON of a body. Raises BadRequest.
+
+    What can't be text (lone surrogates, broken UTF-8), NaN and infinities are refused, integers beyond
+    64 bits become floats.
+    """
     try:
         parsed = orjson.loads(body)
     except ValueError as error:

@@ -22,29 +22,27 @@ _STREAM_HEADERS = {
 }
 
 
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _drop(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """The result of `work`, or None if the client left first; `work` is then cancelled and awaited."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_left(receive))
+    left = False
+
+    async def watch() -> None:
+        nonlocal left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left = True
+        task.cancel()
+
+    watcher = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
+        return await task  # if this is cancelled itself, so is the work, and it is awaited
+    except asyncio.CancelledError:
+        if not left or not task.cancelled():
+            raise
         return None
     finally:
-        await _drop(gone)
-        if not task.done():
-            await _drop(task)
+        watcher.cancel()
 
 
 class EventStream:
@@ -88,17 +86,23 @@ class EventStream:
     @asynccontextmanager
     async def kept_alive(self, event: Callable[[], bytes], pause_s: float) -> AsyncIterator[None]:
         """Send `event()` whenever nothing was sent for `pause_s`, as long as the context lasts."""
-        task = asyncio.ensure_future(self._keep_alive(event, pause_s))
+        loop = asyncio.get_running_loop()
+        sending: asyncio.Task[None] | None = None
+
+        def look() -> None:
+            nonlocal sending, timer
+            if self._busy.locked():
+                self._quiet_since = loop.time()  # the client is slow to read: it needs no reminder
+            elif loop.time() >= self._quiet_since + pause_s:
+                self._quiet_since = loop.time()
+                sending = asyncio.ensure_future(self._put(event()))
+            timer = loop.call_at(self._quiet_since + pause_s, look)
+
+        timer = loop.call_at(self._quiet_since + pause_s, look)
         try:
             yield
         finally:
-            await _drop(task)
-
-    async def _keep_alive(self, event: Callable[[], bytes], pause_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(self._quiet_since + pause_s - loop.time())
-            if not self._busy.locked() and loop.time() >= self._quiet_since + pause_s:
-                await self._put(event())
-            elif self._busy.locked():
-                self._quiet_since = loop.time()  # the client is slow to read: it needs no reminder
+            timer.cancel()
+            if sending is not None and not sending.done():
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)

@@ -21,6 +21,7 @@ from ulid import ULID
 from reef.config import Config
 from reef.engine.base import EngineClient
 from reef.errors import ReefError, StoreError, UpstreamError
+from reef.gateway.body import aside
 from reef.gateway.delivery import EventStream
 from reef.gateway.errors import status_of
 from reef.gateway.memo import ServedMemo
@@ -50,6 +51,8 @@ class Call:
     """as the client sent it"""
     asked: Mapping[str, Any]
     """as the engine's route takes it, before Reef adds anything"""
+    size: int = 0
+    """bytes of the client's body"""
     id: str = field(default_factory=lambda: str(ULID()))
     started: float = field(default_factory=time.time)
     version: int = 0
@@ -166,13 +169,9 @@ class Proxy:
                 call.answer.forget()
 
     async def _whole_once(self, call: Call, lease: Lease) -> dict[str, Any]:
-        response = await self._engine.post(call.dialect.engine_path, call.sent)
-        if not response.get("choices"):
-            raise UpstreamError("the engine's answer has no choices")
-        try:
-            return call.translator.whole(call.answer.whole(response))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UpstreamError(f"the engine's answer is not readable: {error!r}") from error
+        body = await aside(call.size, orjson.dumps, call.sent)
+        content = await self._engine.ask(call.dialect.engine_path, body)
+        return await aside(len(content), _translate_whole, call, content)
 
     async def _stream_once(self, call: Call, lease: Lease, out: EventStream) -> None:
         """Forward one stream. Returns when the engine has finished; what ends the answer is still held."""
@@ -180,20 +179,27 @@ class Proxy:
         loop = asyncio.get_running_loop()
         last = loop.time() + times.total
         ended = False
+        body = await aside(call.size, orjson.dumps, call.sent)
         try:
             async with (
                 asyncio.timeout_at(min(loop.time() + times.first_byte, last)) as clock,
-                self._engine.stream(call.dialect.engine_path, call.sent) as upstream,
+                self._engine.stream(call.dialect.engine_path, body) as upstream,
             ):
                 await out.start()
-                async for data in sse.events(upstream):
+                splitter = sse.Splitter()
+                async for piece in upstream:
                     if ended:
                         continue
-                    ended = data.strip() == "[DONE]"
+                    ready: list[bytes] = []
+                    try:
+                        for data in splitter.feed(piece):
+                            if ended := data.strip() == b"[DONE]":
+                                break
+                            ready.append(_translate(call, data))
+                    finally:  # what came before a chunk that can't be read is the client's
+                        await out.write(b"".join(ready))
                     # the body is read to its end, else the connection could not be used again
                     clock.reschedule(min(loop.time() + (DRAIN_S if ended else times.idle), last))
-                    if not ended:
-                        await out.write(_translate(call, data))
         except TimeoutError:
             if not ended:
                 raise _silent("the engine was silent for too long") from None
@@ -247,14 +253,24 @@ class Proxy:
             error=error,
             memo=call.memo,
         )
-        # a client that leaves now must not take the record along
-        await asyncio.shield(self._writer.exchange(exchange))
+        await self._writer.exchange(exchange)
 
 
-def _translate(call: Call, data: str) -> bytes:
+def _translate_whole(call: Call, content: bytes) -> dict[str, Any]:
+    """A whole answer as the client's body. Raises UpstreamError for one that is unreadable."""
+    try:
+        response = call.answer.load(content)
+        if not response.get("choices"):
+            raise UpstreamError("the engine's answer has no choices")
+        return call.translator.whole(call.answer.whole(response))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UpstreamError(f"the engine's answer is not readable: {error!r}") from error
+
+
+def _translate(call: Call, data: bytes) -> bytes:
     """One chunk as the client's events. Raises UpstreamError for one that is an error or unreadable."""
     try:
-        chunk = orjson.loads(data)
+        chunk = call.answer.load(data)
         if "error" in chunk and not chunk.get("choices"):
             told = chunk["error"]
             raise UpstreamError(str(told.get("message") if isinstance(told, dict) else told), body=chunk)

@@ -13,15 +13,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
 from sqlalchemy import BigInteger, Dialect, Integer, Text
 from sqlalchemy.types import TypeDecorator
+
+from reef.wire.tokenids import WrittenIds
 
 SEQ = BigInteger().with_variant(Integer, "sqlite")
 """64 bits; SQLite's rowid needs the plain name"""
 MARK = "\x1a"
 """first character of text that is stored as JSON"""
 LONGEST_KEY = 256
-_ENCODE = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+_ENCODE = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=lambda value: list(_ids(value))).encode
+_OPTIONS = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_SUBCLASS
 
 
 class Words(TypeDecorator[str]):
@@ -31,12 +35,15 @@ class Words(TypeDecorator[str]):
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        if value is None or (not value.startswith(MARK) and _plain(value)):
-            return value
-        return MARK + json.dumps(value)
+        return None if value is None else words(value)
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:
         return json.loads(value[1:]) if value and value.startswith(MARK) else value
+
+
+def words(value: str) -> str:
+    """Text as `Words` stores it."""
+    return value if not value.startswith(MARK) and _plain(value) else MARK + json.dumps(value)
 
 
 class Raw(str):
@@ -72,11 +79,36 @@ def _plain(text: str) -> bool:
 
 
 def to_json(value: Any) -> str:
-    """ASCII JSON by the standard; a number that is not finite becomes its name."""
+    """JSON by the standard; a number that is not finite becomes its name, half a surrogate pair an escape,
+    and an integer is written whole, however long."""
+    try:
+        text = orjson.dumps(value, _as_written, _OPTIONS)
+        if b"null" not in text or _finite(value):  # orjson writes a number that is not finite as null
+            return text.decode()
+    except TypeError:
+        pass
     try:
         return _ENCODE(value)
     except ValueError:
         return _ENCODE(_named(value))
+
+
+def _as_written(value: Any) -> orjson.Fragment:
+    return orjson.Fragment(_ids(value).text)
+
+
+def _ids(value: Any) -> WrittenIds:
+    if isinstance(value, WrittenIds):
+        return value
+    raise TypeError(f"not JSON: {type(value).__name__}")
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, Mapping):
+        return all(_finite(child) for child in value.values())
+    return not isinstance(value, list | tuple) or all(_finite(child) for child in value)
 
 
 def _named(value: Any) -> Any:

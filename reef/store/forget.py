@@ -120,7 +120,10 @@ def scrub(engine: Engine) -> bool:
             plain.execute(f"PRAGMA busy_timeout={SCRUB_WAIT_MS}")
             try:
                 plain.execute("PRAGMA incremental_vacuum").fetchall()
-                busy = plain.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+                busy, deadline = True, time.monotonic() + SCRUB_WAIT_MS / 1000
+                while busy and time.monotonic() < deadline:  # for another checkpoint SQLite itself does not wait
+                    busy = plain.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+                    time.sleep(0.02 if busy else 0.0)
             except sqlite3.OperationalError:  # somebody writes
                 busy = True
             finally:

@@ -22,7 +22,8 @@ from sqlalchemy import Connection, Engine, Table, func, insert, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from reef.errors import StoreError
-from reef.store.columns import Raw, key, to_json
+from reef.store.checkpoints import Checkpoints
+from reef.store.columns import Raw, key, to_json, words
 from reef.store.schema import exchanges, gaps, reports, serving
 from reef.store.transactions import Trouble, trouble, writing
 from reef.wire.exchange import Exchange
@@ -32,6 +33,8 @@ BATCH = 256
 RECONNECT_S = 20.0
 """how long records wait for a database that went away"""
 PROBE_S = 1.0
+ROOM_S = 0.002
+"""how often a caller looks for room in a full queue"""
 WhenFull = Literal["refuse", "serve"]
 Change = Callable[[Connection], Any]
 
@@ -63,7 +66,10 @@ class _Gap:
 
     reason: str
     started: float = field(default_factory=time.time)
-    exchanges: int = 0
+    refused: int = 0
+    """requests not let in; counted by the event loop"""
+    failed: int = 0
+    """exchanges that could not be written; counted by the writer's thread"""
 
 
 class LogWriter:
@@ -83,7 +89,11 @@ class LogWriter:
         self._redact = redact
         self._redact_text = redact_text
         self._gap: _Gap | None = None
-        self._queue: queue.Queue[_Row | _Change | None] = queue.Queue(capacity)
+        self._checkpoints = Checkpoints(engine)
+        self._written = 0
+        """bytes of exchanges since the checkpoints were told"""
+        self._capacity = capacity
+        self._queue: queue.SimpleQueue[_Row | _Change | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
 
@@ -91,7 +101,7 @@ class LogWriter:
         """Raises StoreError while an answer could not be recorded and must be, by configuration."""
         gap = self._gap
         if gap is not None and self._when_full == "refuse":
-            gap.exchanges += 1
+            gap.refused += 1
             raise StoreError(f"new requests are refused, since they can't be recorded: {gap.reason}")
 
     @property
@@ -102,7 +112,8 @@ class LogWriter:
 
     async def exchange(self, exchange: Exchange) -> bool:
         """Append an exchange; returns once it is durable. False when there is no room and the
-        configuration lets the answer pass unrecorded. Raises StoreError."""
+        configuration lets the answer pass unrecorded. A caller that is cancelled meanwhile takes nothing
+        along: the exchange is appended all the same. Raises StoreError."""
 
         def row() -> dict[str, Any]:
             return exchange_row(self._redact(exchange) if self._redact else exchange)
@@ -110,11 +121,7 @@ class LogWriter:
         try:
             await self._put(_Row(exchanges, row, _waiting()))
         except StoreError:
-            gap = self._gap
-            if gap is None:
-                raise
-            gap.exchanges += 1
-            if self._when_full == "refuse":
+            if self._gap is None or self._when_full == "refuse":
                 raise
             return False
         return True
@@ -147,13 +154,19 @@ class LogWriter:
         """Commit what waits, then stop."""
         self._queue.put(None)
         self._thread.join()
+        self._checkpoints.close()
 
     async def _put(self, item: _Row | _Change) -> Any:
-        try:
-            self._queue.put_nowait(item)
-        except queue.Full:  # back-pressure: the caller waits, the event loop does not
-            await asyncio.to_thread(self._queue.put, item)
+        if self._queue.qsize() < self._capacity:
+            self._queue.put(item)
+        else:  # back-pressure: the caller waits, the event loop does not
+            await asyncio.shield(asyncio.ensure_future(self._put_later(item)))
         return await item.caller
+
+    async def _put_later(self, item: _Row | _Change) -> None:
+        while self._queue.qsize() >= self._capacity:
+            await asyncio.sleep(ROOM_S)
+        self._queue.put(item)
 
     # the writer's thread
 
@@ -182,6 +195,8 @@ class LogWriter:
             except Exception as error:  # whatever it is, callers must hear of it and the thread must live
                 log.exception("the record log failed")
                 _tell([(item.caller, StoreError(f"the record could not be written: {error!r}")) for item in batch])
+            self._checkpoints.wrote(self._written)
+            self._written = 0
             if stop:
                 return
 
@@ -212,6 +227,8 @@ class LogWriter:
             for item in batch:
                 self._commit([item])
             return
+        if self._gap is not None:
+            self._gap.failed += sum(isinstance(item, _Row) and item.table is exchanges for item in batch)
         _tell([(item.caller, StoreError(f"the record could not be written: {error}")) for item in batch])
 
     def _write(self, batch: Sequence[_Row | _Change], *, again: bool) -> list[Any]:
@@ -222,7 +239,9 @@ class LogWriter:
             rows: list[tuple[Table, Mapping[str, Any]]] = []
             for n, item in enumerate(batch):
                 if isinstance(item, _Row):
-                    rows.append((item.table, item.make()))
+                    row = item.make()
+                    self._written += row.get("size", 0)
+                    rows.append((item.table, row))
                 else:
                     self._append(connection, rows, again)
                     rows = []
@@ -237,14 +256,22 @@ class LogWriter:
                 ids = [row["id"] for row in mine]
                 there = set(connection.execute(select(table.c.id).where(table.c.id.in_(ids))).scalars())
                 mine = [row for row in mine if row["id"] not in there]
-            append(connection, table, mine)
+            if table is exchanges:
+                _append_exchanges(connection, mine)
+            else:
+                append(connection, table, mine)
 
     def _probe(self) -> None:
         """Try to record the gap itself; that it works shows that there is room again."""
         gap = self._gap
         if gap is None:
             return
-        row = {"started": gap.started, "ended": time.time(), "exchanges": gap.exchanges, "reason": gap.reason}
+        row = {
+            "started": gap.started,
+            "ended": time.time(),
+            "exchanges": gap.refused + gap.failed,
+            "reason": gap.reason,
+        }
         try:
             with writing(self._engine, lock="reef log") as connection:
                 append(connection, gaps, [row])
@@ -284,9 +311,28 @@ def append(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any
     return after + len(rows)
 
 
+_COLUMNS = tuple(c.name for c in exchanges.c if c.name not in ("seq", "erased"))
+_ANY_TEXT = ("client", "error")
+"""what may hold characters that a database refuses"""
+
+
+def _append_exchanges(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
+    """`append` for what is written with every request: past SQLAlchemy's types, which cost more than the
+    database does. The caller holds the write lock."""
+    if not rows:
+        return
+    mark = "?" if connection.dialect.paramstyle == "qmark" else "%s"
+    statement = (
+        f"INSERT INTO exchanges (seq, {', '.join(_COLUMNS)}) VALUES "
+        f"((SELECT coalesce(max(seq), 0) + 1 FROM exchanges), {', '.join([mark] * len(_COLUMNS))})"
+    )
+    plain = [{**row, **{name: words(row[name]) for name in _ANY_TEXT if row[name] is not None}} for row in rows]
+    connection.exec_driver_sql(statement, [tuple(row[name] for name in _COLUMNS) for row in plain])
+
+
 def exchange_row(exchange: Exchange) -> dict[str, Any]:
     """The exchange as a row of `exchanges`, without seq."""
-    words = {
+    parts = {
         "headers": to_json(dict(exchange.headers)),
         "request": to_json(exchange.request),
         "response": to_json(exchange.response) if exchange.response is not None else None,
@@ -300,10 +346,10 @@ def exchange_row(exchange: Exchange) -> dict[str, Any]:
         "api": exchange.api.value,
         "scenario": exchange.scenario,
         "client": exchange.client,
-        **{name: Raw(text) if text is not None else None for name, text in words.items()},
+        **{name: Raw(text) if text is not None else None for name, text in parts.items()},
         "status": exchange.status,
         "delivered": exchange.delivered.value,
         "version": exchange.sampled.version if exchange.sampled else None,
         "error": exchange.error,
-        "size": sum(len(text) for text in words.values() if text),
+        "size": sum(len(text) if text.isascii() else len(text.encode()) for text in parts.values() if text),
     }

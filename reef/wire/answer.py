@@ -7,12 +7,16 @@ completions, whole or in chunks; knows no other dialect and no sockets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
-from reef.wire.exchange import Sampled, Sampling
+import orjson
 
-_NAMED_ID = "token_id:"
+from reef.wire.exchange import Sampled, Sampling
+from reef.wire.tokenids import named_ids, take_prompt_ids
+
+_VALUE = itemgetter(1)
 _SHOWN = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "audio")
 
 
@@ -61,11 +65,6 @@ def sampling_of(sent: Mapping[str, Any]) -> Sampling:
     )
 
 
-def _named_id(token: str) -> int | None:
-    digits = token.removeprefix(_NAMED_ID)
-    return int(digits) if digits != token and digits.isdigit() else None
-
-
 def _text_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     raw = entry.get("bytes")
     text = bytes(raw).decode("utf-8", "replace") if raw else ""
@@ -73,8 +72,8 @@ def _text_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Answer:
-    """Reads one answer. Feed it the whole response with `whole`, or each stream chunk with `chunk`;
-    both return what is left for the client. Afterwards `sampled()` is the record."""
+    """Reads one answer. Give `load` the engine's JSON, and what it returns to `whole`, or for each stream
+    chunk to `chunk`; these return what is left for the client. Afterwards `sampled()` is the record."""
 
     def __init__(self, request: Mapping[str, Any]) -> None:
         """`request`: the engine's request before Reef added anything."""
@@ -87,10 +86,18 @@ class Answer:
 
     def forget(self) -> None:
         """Start again: the engine is asked a second time."""
-        self.prompt_ids: list[int] = []
+        self.prompt_ids: Sequence[int] = ()
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.topk: list[tuple[tuple[int, float], ...]] = []
+
+    def load(self, content: bytes) -> Any:
+        """The engine's JSON, less prompt ids the client did not ask for, which are kept. Raises ValueError."""
+        if not self._asked_ids:
+            content, ids = take_prompt_ids(content)
+            if ids is not None:
+                self.prompt_ids = ids
+        return orjson.loads(content)
 
     def whole(self, response: Mapping[str, Any]) -> dict[str, Any]:
         """A non-streamed answer; returns it as the client may see it."""
@@ -108,7 +115,7 @@ class Answer:
         if not self.token_ids or len(self.token_ids) != len(self.logprobs) or not self.prompt_ids:
             return None
         return Sampled(
-            prompt_ids=tuple(self.prompt_ids),
+            prompt_ids=self.prompt_ids,
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
             topk=tuple(self.topk),
@@ -118,25 +125,34 @@ class Answer:
 
     def _read(self, part: Mapping[str, Any]) -> None:
         if part.get("prompt_token_ids"):
-            self.prompt_ids = list(part["prompt_token_ids"])
+            self.prompt_ids = tuple(part["prompt_token_ids"])
         for choice in part.get("choices") or []:
             if choice.get("prompt_token_ids"):
-                self.prompt_ids = list(choice["prompt_token_ids"])
+                self.prompt_ids = tuple(choice["prompt_token_ids"])
             self.token_ids += choice.get("token_ids") or []
             logprobs = choice.get("logprobs") or {}
-            for entry in logprobs.get("content") or []:
-                top = ((_named_id(t["token"]), float(t["logprob"])) for t in entry.get("top_logprobs") or [])
-                self._token(float(entry["logprob"]), top)
-            tops = logprobs.get("top_logprobs") or []
-            for at, logprob in enumerate(logprobs.get("token_logprobs") or []):
-                row = (tops[at] or {}) if at < len(tops) else {}
-                self._token(float(logprob), ((_named_id(name), float(value)) for name, value in row.items()))
+            if entries := logprobs.get("content"):
+                tops = [entry.get("top_logprobs") or [] for entry in entries]
+                names = [token["token"] for top in tops for token in top]
+                values = [token["logprob"] for top in tops for token in top]
+                self._tokens([entry["logprob"] for entry in entries], list(map(len, tops)), names, values)
+            if sampled := logprobs.get("token_logprobs"):
+                rows = [row or {} for row in (logprobs.get("top_logprobs") or [])[: len(sampled)]]
+                names = [name for row in rows for name in row]
+                values = [value for row in rows for value in row.values()]
+                self._tokens(sampled, [*map(len, rows), *[0] * (len(sampled) - len(rows))], names, values)
 
-    def _token(self, logprob: float, top: Any) -> None:
-        self.logprobs.append(logprob)
-        row = [(id, value) for id, value in top if id is not None]
-        row.sort(key=lambda pair: -pair[1])
-        self.topk.append(tuple(row))
+    def _tokens(self, logprobs: list[Any], counts: list[int], names: list[str], values: list[Any]) -> None:
+        """Add tokens with their log-probs; `counts` says how many of the names and values are whose
+        alternatives. All at once, since an answer has thousands of them."""
+        self.logprobs += map(float, logprobs)
+        pairs = list(zip(named_ids(names), map(float, values), strict=True))
+        at = 0
+        for count in counts:
+            row = [(id, value) for id, value in pairs[at : at + count] if id is not None]
+            row.sort(key=_VALUE, reverse=True)
+            self.topk.append(tuple(row))
+            at += count
 
     def _only_ours(self, chunk: Mapping[str, Any]) -> bool:
         choices = chunk.get("choices")

@@ -61,7 +61,7 @@ class Sampling:
 class Sampled:
     """The engine's own account of an answer. Never re-tokenised, never padded."""
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Sequence[int]
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """log-probability of each token under the distribution it was sampled from"""
@@ -72,11 +72,12 @@ class Sampled:
     sampling: Sampling
 
     def to_json(self) -> dict[str, Any]:
+        """As JSON holds it, its lists still tuples."""
         return {
-            "prompt_ids": list(self.prompt_ids),
-            "token_ids": list(self.token_ids),
-            "logprobs": list(self.logprobs),
-            "topk": [[[i, p] for i, p in row] for row in self.topk],
+            "prompt_ids": self.prompt_ids,
+            "token_ids": self.token_ids,
+            "logprobs": self.logprobs,
+            "topk": self.topk,
             "version": self.version,
             "tau": self.sampling.tau,
             "top_p": self.sampling.top_p,

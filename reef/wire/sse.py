@@ -6,7 +6,6 @@ of what the data mean.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator
 from typing import Any
 
 import orjson
@@ -16,25 +15,33 @@ COMMENT = b": keep-alive\n\n"
 """keeps a connection busy; no client takes it for an event"""
 
 
-async def events(chunks: AsyncIterable[bytes]) -> AsyncIterator[str]:
-    """The data of each event, in order. An unterminated last event is dropped, not guessed at."""
-    rest: list[bytes] = []
-    data: list[str] = []
-    async for chunk in chunks:
-        first, *lines = chunk.split(b"\n")
-        rest.append(first)
+class Splitter:
+    """The data of each event, in order, from bytes in pieces of any size. An unterminated last event is
+    dropped, not guessed at."""
+
+    def __init__(self) -> None:
+        self._rest: list[bytes] = []
+        """of a line whose end has not come yet"""
+        self._data: list[bytes] = []
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The data of the events that `piece` completes."""
+        first, *lines = piece.split(b"\n")
+        self._rest.append(first)
         if not lines:
-            continue
-        lines.insert(0, b"".join(rest))
-        rest = [lines.pop()]
+            return []
+        lines.insert(0, b"".join(self._rest))
+        self._rest = [lines.pop()]
+        complete: list[bytes] = []
         for raw in lines:
             line = raw.rstrip(b"\r")
             if not line:
-                if data:
-                    yield "\n".join(data)
-                data = []
+                if self._data:
+                    complete.append(b"\n".join(self._data))
+                    self._data = []
             elif line.startswith(b"data:"):
-                data.append(line[5:].removeprefix(b" ").decode("utf-8", "replace"))
+                self._data.append(line[5:].removeprefix(b" "))
+        return complete
 
 
 def event(payload: Any, name: str | None = None) -> bytes:

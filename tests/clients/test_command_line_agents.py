@@ -32,7 +32,7 @@ def run(command: list[str], home: Path, env: Mapping[str, str] | None = None) ->
     done = subprocess.run(
         command,
         cwd=home,
-        env={**kept, "HOME": str(home), "NO_COLOR": "1", **(env or {})},
+        env={**kept, "HOME": str(home), "PWD": str(home), "NO_COLOR": "1", **(env or {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

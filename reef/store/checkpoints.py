@@ -1,0 +1,82 @@
+"""Moving SQLite's write-ahead log into the database file, beside the writer instead of within its commits.
+
+A commit is as durable as `synchronous` says once it is in the write-ahead log; copying it from there into
+the database syncs the disk twice, and no answer is to wait for that. Invariant: the log stays near
+`LIMIT_PAGES` under any load, since the writer itself helps where this thread can't catch up. Other
+databases need nothing of this. Knows no table.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+from sqlalchemy import Engine, event
+from sqlalchemy.exc import SQLAlchemyError
+
+log = logging.getLogger("reef.log")
+EVERY_BYTES = 4 << 20
+"""written between two checkpoints, as SQLite does by itself"""
+LIMIT_PAGES = 16_384
+_OURS = "reef checkpoints"
+
+
+class Checkpoints:
+    """The checkpoints of the database that one writer writes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._written = 0
+        self._behind = False
+        """the log is long, and can only start anew while nobody writes"""
+        self._due = threading.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        if engine.dialect.name == "sqlite" and engine.url.database not in (None, "", ":memory:"):
+            event.listen(engine, "checkout", _no_automatic_ones)
+            self._thread = threading.Thread(target=self._run, name="log-checkpoints", daemon=True)
+            self._thread.start()
+
+    def wrote(self, size: int) -> None:
+        """The writer has committed about `size` bytes. Called between transactions, in its thread."""
+        self._written += size
+        if self._thread is None or self._written < EVERY_BYTES:
+            return
+        self._written = 0
+        if self._behind:
+            self._checkpoint()
+        else:
+            self._due.set()
+
+    def close(self) -> None:
+        """Leave checkpoints to SQLite again."""
+        if self._thread is None:
+            return
+        self._closed = True
+        self._due.set()
+        self._thread.join()
+        event.remove(self._engine, "checkout", _no_automatic_ones)
+
+    def _run(self) -> None:
+        while True:
+            self._due.wait()
+            self._due.clear()
+            if self._closed:
+                return
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        try:
+            with self._engine.connect().execution_options(sqlite_begin=None) as connection:  # in no transaction
+                _, pages, _ = connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").one()
+        except SQLAlchemyError as error:
+            log.warning("the write-ahead log could not be copied; it is tried again: %s", error)
+            return
+        self._behind = pages > LIMIT_PAGES
+
+
+def _no_automatic_ones(connection: Any, record: Any, _proxy: Any) -> None:
+    if _OURS not in record.info:
+        connection.execute("PRAGMA wal_autocheckpoint=0")
+        record.info[_OURS] = True

@@ -1,0 +1,151 @@
+"""What the gateway does the fast way says the same as what it would do the plain way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reef.store.checkpoints import EVERY_BYTES
+from reef.store.columns import Json, to_json
+from reef.store.database import open_database
+from reef.store.log import LogReader, LogWriter
+from reef.store.migrations import LOG
+from reef.wire.answer import Answer
+from reef.wire.sse import Splitter
+from reef.wire.tokenids import WrittenIds, named_ids, take_prompt_ids
+from tests.records import record
+from tests.stack import stack
+
+KEY = '"prompt_token_ids":['
+TEXTS = st.text(max_size=20) | st.sampled_from([KEY, f"{KEY}1,2]", "token_id:7", "]", '\\"'])
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(0, 200_000), max_size=6), before=TEXTS, after=TEXTS, twice=st.booleans())
+def test_prompt_ids_left_as_written_are_those_the_parser_reads(
+    ids: list[int], before: str, after: str, twice: bool
+) -> None:
+    choice = {"text": after, **({"prompt_token_ids": ids} if twice else {})}
+    content = orjson.dumps({before: before, "prompt_token_ids": ids, "choices": [choice]})
+    answer = Answer({})
+    shown = answer.whole(answer.load(content))
+    assert list(answer.prompt_ids) == ids and len(answer.prompt_ids) == len(ids)
+    plain = orjson.loads(content)
+    plain.pop("prompt_token_ids")
+    plain["choices"][0].pop("prompt_token_ids", None)
+    assert shown == plain
+
+
+@pytest.mark.parametrize("ids", ["", "1,,2", "1,", ",1", "1.5", "-1", "1, 2", "[1],2", '"1"', "1,null"])
+def test_a_list_that_is_not_plainly_of_ids_is_left_to_the_parser(ids: str) -> None:
+    content = f"{{{KEY}{ids}]}}".encode()
+    assert take_prompt_ids(content) == (content, None)
+
+
+@given(st.lists(st.integers(0, 10**6).map(lambda n: f"token_id:{n}") | TEXTS, max_size=8))
+def test_ids_read_together_are_those_read_one_by_one(tokens: list[str]) -> None:
+    assert named_ids(tokens) == [named_ids([token])[0] for token in tokens]
+
+
+@given(st.lists(TEXTS.map(lambda text: orjson.dumps(text)), max_size=5), st.lists(st.integers(0, 300), max_size=8))
+def test_events_are_the_same_however_their_bytes_are_cut(events: list[bytes], cuts: list[int]) -> None:
+    stream = b"".join(b"event: x\r\ndata: %b\r\n\r\n" % event for event in events)
+    at = sorted({0, len(stream), *(cut % (len(stream) + 1) for cut in cuts)})
+    splitter = Splitter()
+    assert [e for a, b in pairwise(at) for e in splitter.feed(stream[a:b])] == events
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"half": "\ud800", "text": "ü\x00\x1a"},
+        {"long": 10**40, "small": -(2**64)},
+        [1e308, -0.0, 5e-324, None, True],
+        {1: "a key that is no text"},
+    ],
+)
+def test_json_for_the_log_comes_back_as_it_was(value: Any) -> None:
+    column = Json()
+    stored = column.process_bind_param(value, None)  # type: ignore[arg-type]
+    assert stored is not None and "\x00" not in stored
+    assert column.process_result_value(stored.encode().decode(), None) == json.loads(json.dumps(value))  # type: ignore[arg-type]
+
+
+def test_a_number_that_is_not_finite_is_stored_by_its_name() -> None:
+    given_ids = WrittenIds(b"[1,2]")
+    assert json.loads(to_json([None, float("inf"), given_ids])) == [None, "inf", [1, 2]]
+    assert json.loads(to_json(["\ud800", given_ids])) == ["\ud800", [1, 2]]
+
+
+def test_a_caller_that_is_cancelled_leaves_its_exchange_to_the_writer(tmp_path: Path) -> None:
+    engine = open_database(f"sqlite:///{tmp_path / 'log.db'}", LOG)
+    writer = LogWriter(engine, capacity=2)
+
+    async def run() -> None:
+        tasks = [asyncio.ensure_future(writer.exchange(record(str(n)))) for n in range(40)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        deadline = time.monotonic() + 20
+        while LogReader(engine).count() < 40 and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    writer.close()
+    assert LogReader(engine).count() == 40
+
+
+def test_the_write_ahead_log_is_copied_beside_the_writer_and_stays_short(tmp_path: Path) -> None:
+    engine = open_database(f"sqlite:///{tmp_path / 'log.db'}", LOG)
+    writer = LogWriter(engine)
+    wal = tmp_path / "log.db-wal"
+
+    async def write(records: int) -> None:
+        for n in range(records):
+            await writer.exchange(record("x" * 200_000 + str(n)))
+
+    asyncio.run(write(EVERY_BYTES // 200_000 + 2))
+    deadline = time.monotonic() + 20
+    while (tmp_path / "log.db").stat().st_size < EVERY_BYTES // 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert (tmp_path / "log.db").stat().st_size > EVERY_BYTES // 2
+    asyncio.run(write(450))
+    assert wal.stat().st_size < 80 << 20 < 450 * 200_000
+    writer.close()
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA integrity_check").scalar() == "ok"
+
+
+def test_a_large_body_arrives_whole_at_the_engine_and_in_the_log(tmp_path: Path) -> None:
+    with stack(tmp_path) as s:
+        s.script.reply = lambda _body: "ok"
+        said = "words é " * 500_000
+        for stream in (False, True):
+            body = {"model": "m", "messages": [{"role": "user", "content": said}], "stream": stream}
+            answer = httpx.post(f"{s.url}/v1/chat/completions", json=body, timeout=120)
+            exchange = s.log.get(answer.raise_for_status().headers["x-reef-agent-record-id"])
+            assert s.script.requests.pop()["messages"][0]["content"] == said
+            assert exchange is not None and exchange.request == body
+            assert exchange.sampled is not None and list(exchange.sampled.prompt_ids) == [ord(c) for c in said]
+
+
+def test_a_fault_of_reef_itself_is_an_error_in_the_dialect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(*_: object) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr("reef.gateway.app.scenario_of", fault)
+    with stack(tmp_path) as s:
+        body = {"max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}
+        answer = httpx.post(f"{s.url}/v1/messages", json=body)
+        assert (answer.status_code, answer.json()["type"]) == (500, "error")
