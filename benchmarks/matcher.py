@@ -35,11 +35,13 @@ LONG_SESSIONS = 100_000
 """most sessions with a history of 50 messages or more"""
 ROUNDS = 10
 Message = dict[str, str]
+VOCABULARY = [f"w{i:04d}" for i in range(4096)]
 SYSTEM = {"role": "system", "content": "You are a helpful agent. " + "Work carefully and answer briefly. " * 20}
 
 
 def words(draw: random.Random, n: int) -> str:
-    return " ".join(f"w{draw.randrange(4000):04d}" for _ in range(n))
+    bits = draw.getrandbits(12 * n)
+    return " ".join(VOCABULARY[bits >> 12 * i & 4095] for i in range(n))
 
 
 def history(session: int, messages: int) -> list[Message]:
