@@ -153,7 +153,7 @@ FAILURES: dict[str, Step] = {
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failed_vote_is_asked_again(failure: str) -> None:
     step = FAILURES[failure]
-    quick = {"timeout_s": 1.0} if failure in ("time-out", "cut off") else {}
+    quick: dict[str, Any] = {"timeout_s": 1.0} if failure in ("time-out", "cut off") else {}
     verdict = ask(step, step, step, GOOD, structured=False, **quick)
     assert verdict.verdict == -1
     assert all("error" not in vote for vote in verdict.votes)
@@ -161,7 +161,7 @@ def test_a_failed_vote_is_asked_again(failure: str) -> None:
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_failures_never_become_neutral(failure: str) -> None:
-    quick = {"timeout_s": 0.5} if failure in ("time-out", "cut off") else {}
+    quick: dict[str, Any] = {"timeout_s": 0.5} if failure in ("time-out", "cut off") else {}
     with pytest.raises(JudgeError, match="0 of 3 votes, 2 needed"):
         ask(FAILURES[failure], attempts=2, structured=False, **quick)
 

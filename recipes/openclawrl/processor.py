@@ -74,7 +74,7 @@ def make_sample(
     return Sample(
         turn=turn.id,
         version=sampled.version,
-        prompt_ids=sampled.prompt_ids,
+        prompt_ids=tuple(sampled.prompt_ids),
         response_ids=sampled.token_ids,
         logprobs=sampled.logprobs,
         topk_ids=tuple(tuple(i for i, _ in row) for row in sampled.topk),

@@ -130,6 +130,26 @@ system prompt; b2 adds the newest accepted answer to it. Arms a to f have the ru
 embedded judge (its name, with the hash of its weights, is in each run's JSON).
 """
 
+TRIED = """
+## What was tried on the way
+
+Single runs of f on `notebook`, not in the tables: what they were meant to decide is within what seeds alone
+do, so none of it is more than a hint.
+
+- Four sessions side by side, only turns of 160 tokens (first replies): adapted at 10, 23 of 36 accepted. Two
+  side by side: 14 and 23. One at a time, 300 tokens, before steps calmed down by first replies: 8 and 10 (two
+  seeds), 22 of 36 in the one that was finished; both lost ground after session 16.
+- 160 tokens, one at a time, four rehearsals, three epochs: adapted at 10, stopped at session 17.
+- lr 6e-4 instead of 1e-3: 3 of the first 11, stopped. Four rehearsals at twice the weight: stopped at session
+  11, since one greedy canary that looped made the gate refuse seven steps in a row; there are six canaries now.
+- The teacher's context chosen by the verdict (what it makes less likely where the user refused) instead of the
+  newest accepted reply: 2 of the first 10, stopped; the gate, then with three canaries, refused four of ten
+  steps, so this was no fair trial.
+
+So far preset `reef` learns fast and is no faster than preset `openclaw` with the same laptop settings; both
+are far above no learning. That `reef` beats it is not shown.
+"""
+
 
 def page(groups: Sequence[Group]) -> str:
     parts = [HEAD]
@@ -140,6 +160,7 @@ def page(groups: Sequence[Group]) -> str:
         parts.append(by_seed(chosen))
     if not groups:
         parts.append("\nNo run is finished yet.\n")
+    parts.append(TRIED)
     return "\n".join(parts)
 
 
