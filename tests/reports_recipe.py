@@ -41,7 +41,7 @@ class ReportsOnly:
         assert s is not None
         mask = (1,) * len(s.token_ids)
         return Sample(
-            turn.id, s.version, s.prompt_ids, s.token_ids, s.logprobs, (), mask, s.sampling.tau, verdict.verdict
+            turn.id, s.version, tuple(s.prompt_ids), s.token_ids, s.logprobs, (), mask, s.sampling.tau, verdict.verdict
         )
 
     def form(self, samples: Sequence[Sample], carried: Mapping[str, Any]) -> tuple[list[Sample], dict[str, Any]]:
