@@ -62,6 +62,14 @@ def words(text: str) -> list[str]:
     return _WORD.findall(text)
 
 
+def first_words(text: str, count: int) -> list[str]:
+    """The first words of a text, without a look at all of a long one."""
+    head = _WORD.findall(text, 0, 16 * count)
+    if len(head) <= count:  # or the last of them may be cut
+        head = _WORD.findall(text)
+    return head[:count]
+
+
 def opening(said: Sequence[str]) -> bytes | None:
     """The digest of a text's first words; None if it has too few to be told from others."""
     return digest("opening", " ".join(said[:OPENING])) if len(said) >= OPENING else None

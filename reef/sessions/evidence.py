@@ -78,7 +78,7 @@ class Finder:
             return called
         groups = ask.transcript.groups
         for group in groups[: -LOOK_BACK - 1 : -1]:
-            for part in (group, *group.parts(ask.transcript.atoms)):
+            for part in group.parts(ask.transcript.atoms):
                 anchored = self._anchored(ask, part)
                 if anchored:
                     return anchored
@@ -159,14 +159,16 @@ class Finder:
     # by our own reply in the request
 
     def _anchored(self, ask: Ask, group: Group) -> Found | None:
+        whole = self._index.under(key(ask.scope, By.CHAIN, ask.transcript.chains[group.end]))
+        reason = "the whole history up to it is the one that ends there"
+        return self._settle(ask, whole, group, "prefix", 1.0, reason) or self._echoed(ask, group)
+
+    def _echoed(self, ask: Ask, group: Group) -> Found | None:
+        """The reply is ours, though not all that stands before it."""
         t = ask.transcript
         reply = t.atoms[group.start : group.end]
         before = t.atoms[: group.start]
         place = f"message of the assistant before atom {group.end}"
-        whole = self._index.under(key(ask.scope, By.CHAIN, t.chains[group.end]))
-        found = self._settle(ask, whole, group, "prefix", 1.0, "the whole history up to it is the one that ends there")
-        if found:
-            return found
         one, two = agreement(before)
         echoes = variants(reply)
         for variant in echoes:
@@ -245,8 +247,8 @@ class Finder:
         mine = ask.known.group if ask.known else None
         rule = ask.known.rule if ask.known else None
         fits = [n for n in nodes if not (mine and n.group and n.group != mine and n.group.startswith(f"{rule}:"))]
-        if not fits:
-            return _Choice(None)
+        if len(fits) < 2:
+            return _Choice(fits[0] if fits else None)
 
         def rank(n: Node) -> tuple[bool, ...]:
             live = ask.time - n.time <= self._live_s

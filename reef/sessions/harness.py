@@ -85,7 +85,7 @@ def plain_words(text: str) -> str | None:
         return None
     if text[:1] in _SIGNS and (_HARNESS.match(text) or _BEFORE.match(text) or _FILES.match(text)):
         return None
-    if _OBSERVATION.match(text) or not text.strip() or text[:1].isspace():
+    if not text or text[0].isspace() or text.startswith("Observation:"):
         return None
     return text
 
@@ -190,7 +190,10 @@ def instruction(text: str) -> Instruction | None:
     """The side call the beginning of a text asks for, if any."""
     head = text[:600]
     lower = head.lower()
-    if not any(clue in lower for clue in _CLUES):
+    for clue in _CLUES:
+        if clue in lower:
+            break
+    else:
         return None
     for kind, pattern in _INSTRUCTIONS:
         if pattern.search(head):

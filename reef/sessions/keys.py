@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from reef.sessions.digest import digest, extend, fold, join, opening, words
+from reef.sessions.digest import digest, extend, first_words, fold, join, opening, words
 from reef.sessions.index import By, Node, key
 from reef.sessions.transcript import CALL, TEXT, Atom, Transcript, agreement, strings_in_call
 
@@ -29,7 +29,10 @@ def node_keys(node: Node, t: Transcript, response: str | None, calls: Sequence[s
         return
     yield key(scope, By.CHAIN, node.chain)
     one, two = agreement(t.atoms)
-    for variant in dict.fromkeys((*variants(t.reply), *variants(t.bare))):
+    echoes = variants(t.reply)
+    if t.bare is not t.reply:
+        echoes += variants(t.bare)
+    for variant in dict.fromkeys(echoes):
         yield key(scope, By.REPLY, variant)
         yield key(scope, By.REPLY_1, join((variant, one)))
         yield key(scope, By.REPLY_2, join((variant, two)))
@@ -82,7 +85,7 @@ def variants(reply: Sequence[Atom]) -> list[bytes]:
 
 def said_of(reply: Sequence[Atom]) -> str:
     """The first words of a reply."""
-    return " ".join(words(text_of(reply))[:SAID_WORDS])
+    return " ".join(first_words(text_of(reply), SAID_WORDS))
 
 
 def ending_of(reply: Sequence[Atom]) -> str:

@@ -30,6 +30,8 @@ HEADERS = (
     "langfuse-session-id",
 )
 FIELDS = ("conversation", "litellm_session_id", "session_id", "metadata.session_id", "prompt_cache_key")
+_PLACES = [(field, *field.partition(".")[::2]) for field in FIELDS]
+"""each field with the name it stands under and, if it is nested, the name in there"""
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.I)
 _CLAUDE_USER = re.compile(rf"session[_-]({_UUID.pattern})", re.I)
 _OPENCLAW = re.compile(rf"\| sessionId=({_UUID.pattern}) \|")
@@ -75,10 +77,10 @@ def subagent_of(exchange: Exchange) -> str | None:
 
 
 def _from_body(request: Mapping[str, Any]) -> KnownId | None:
-    for field in FIELDS:
-        value: Any = request
-        for name in field.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
+    for field, name, inner in _PLACES:
+        value: Any = request.get(name)
+        if inner:
+            value = value.get(inner) if isinstance(value, dict) else None
         if isinstance(value, dict):
             value = value.get("id")
         if not isinstance(value, str) or not value:

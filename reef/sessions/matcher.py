@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from reef.recipe import NextState
 from reef.sessions.digest import digest, extend, fold
@@ -64,6 +65,8 @@ class _Place:
     score: float
     reason: str
     after: int
+    tail: tuple[bytes, ...] = ()
+    """what tells the reaction to the parent's reply from another; empty if it is not compared"""
 
 
 class Matcher:
@@ -90,7 +93,7 @@ class Matcher:
         known = known_id(exchange, self._id_headers) or _told_in_text(t)
         ask = Ask(
             transcript=t,
-            scope=_scope(exchange),
+            scope=_scope(exchange.client, exchange.scenario),
             known=known,
             agent=f"{exchange.headers.get('user-agent')} {exchange.request.get('model')}",
             time=exchange.time,
@@ -127,7 +130,7 @@ class Matcher:
         place = _Place(parent, False, suspect is None, False, found.method, found.score, found.reason, found.after)
         if parent is None:
             return place
-        tail = _tail(t.atoms[found.after :])
+        tail = place.tail = _tail(t.atoms[found.after :])
         children = self.index.children(parent)
         for child in children:
             if parent.failed and child.answered and not child.asked and not child.continued:
@@ -169,6 +172,7 @@ class Matcher:
             left -= t.atoms[place.after].kind != HARNESS
             place.after += 1
         place.parent = child
+        place.tail = ()
         place.binds = any(a.kind == USER for a in t.atoms[place.after :])
         place.reason = f"goes on after {child.id}, whose reply is not sent back"
         place.score = 0.8
@@ -192,7 +196,7 @@ class Matcher:
         group = next((g for g in reversed(t.groups) if g.end == found.after), None)
         echo = next((a.text for a in reversed(t.atoms[: group.start if group else 0]) if a.kind == USER), "").strip()
         asked = parent.asked.strip()
-        if not echo or fold(asked) == fold(echo):
+        if not echo or asked == echo or fold(asked) == fold(echo):
             return ""
         before, found_it, after = asked.partition(echo)
         bare = unframe(t.atoms[newest].text.strip(), before, after) if found_it else None
@@ -207,7 +211,7 @@ class Matcher:
         near = found.task or (found.quoted[-1] if found.quoted else None)
         parent = place.parent or (near if side else None)
         newest = t.newest
-        tail = t.atoms[place.after :] if place.parent is not None else t.tail
+        tail = place.tail or _tail(t.atoms[place.after :] if place.parent is not None else t.tail)
         return Node(
             id=exchange.id,
             seq=self._seq,
@@ -229,7 +233,7 @@ class Matcher:
             lone=t.lone,
             chain=_chain_with(t),
             request=t.chains[-1],
-            tail=_tail(tail),
+            tail=tail,
             asked=_asked(t, newest),
             bare="",
             said=said_of(t.reply),
@@ -304,9 +308,10 @@ def _aside(found: Found, side: Side | Suspect | None) -> _Place:
     return _Place(found.parent, False, True, False, found.method, found.score, reason, found.after)
 
 
-def _scope(exchange: Exchange) -> bytes:
+@lru_cache(maxsize=1024)
+def _scope(client: str | None, scenario: str) -> bytes:
     """Requests of one credential and one policy can belong together; no others."""
-    return digest("scope", f"{exchange.client}\0{exchange.scenario}")
+    return digest("scope", f"{client}\0{scenario}")
 
 
 def _session(exchange: Exchange, known: KnownId | None, parent: Node | None) -> str:

@@ -8,7 +8,7 @@ and rename them. Knows the record of one exchange; knows nothing of other exchan
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -83,23 +83,24 @@ def chains(atoms: Sequence[Atom]) -> list[bytes]:
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """A run of assistant atoms: one reply, as the client sends it back."""
 
     start: int
     end: int
     """atoms[start:end]"""
 
-    def parts(self, atoms: Sequence[Atom]) -> list[Group]:
-        """The run cut at its messages, for a client that writes assistant messages of its own after a reply:
-        the run without its last messages, longest first, then each message."""
+    def parts(self, atoms: Sequence[Atom]) -> Iterator[Group]:
+        """The run, then the run cut at its messages, for a client that writes assistant messages of its own after
+        a reply: without its last messages, longest first, then each message."""
+        yield self
         ends = [i + 1 for i in range(self.start, self.end - 1) if atoms[i].message != atoms[i + 1].message]
-        if not ends:
-            return []
-        starts = [self.start, *ends]
-        singles = [Group(a, b) for a, b in zip(starts[1:], [*ends[1:], self.end], strict=True)]
-        return [*(Group(self.start, end) for end in reversed(ends)), *reversed(singles)]
+        for end in reversed(ends):
+            yield Group(self.start, end)
+        until = self.end
+        for start in reversed(ends):
+            yield Group(start, until)
+            until = start
 
 
 @dataclass(slots=True)
@@ -132,7 +133,8 @@ class Transcript:
     @property
     def lone(self) -> bool:
         """There is one message of the user at most."""
-        return sum(a.kind in (USER, HARNESS) for a in self.atoms) <= 1
+        kinds = [a.kind for a in self.atoms]
+        return kinds.count(USER) + kinds.count(HARNESS) <= 1
 
     def split(self, index: int, rest: str) -> None:
         """Part a message that holds a whole conversation before `rest`, which is new."""
@@ -153,11 +155,11 @@ def transcript(exchange: Exchange) -> Transcript:
     """Parse a record."""
     messages = reading.messages_of(exchange)
     reply = reading.reply_of(exchange)
-    bare = reply_atoms(reply) if reply else []
+    said = bare = reply_atoms(reply) if reply else []
     if messages and messages[-1].role == "assistant":
         begun = messages[-1].content
         messages = messages[:-1]
-        reply = Message("assistant", begun + reply.content, reply.tool_calls) if reply else None
+        said = reply_atoms(Message("assistant", begun + reply.content, reply.tool_calls)) if reply else []
     system = "\n".join(m.content for m in messages if m.role == "system")
     atoms = atoms_of(messages)
     groups = _groups(atoms)
@@ -174,7 +176,7 @@ def transcript(exchange: Exchange) -> Transcript:
         shape=shape_of(system, " ".join(names)),
         tools=bool(names),
         schema=_asks_schema(exchange.request),
-        reply=reply_atoms(reply) if reply else [],
+        reply=said,
         results=reading.result_ids_of(exchange),
         bare=bare,
     )
@@ -194,11 +196,13 @@ client wrote"""
 def next_state(tail: Sequence[Atom]) -> NextState | None:
     """What the atoms after a reply say: the user's words, which weigh most; else tool results, else the
     harness's text. The words after a client's own acknowledgements count, those after a foreign answer don't."""
-    end = next((i for i, a in enumerate(tail) if a.kind == TEXT and len(a.text) >= FOREIGN), len(tail))
-    tail = tail[:end]
-    start = max((i + 1 for i, a in enumerate(tail) if a.kind == TEXT), default=0)
-    if any(a.kind == USER for a in tail[start:]):
-        tail = tail[start:]
+    kinds = [a.kind for a in tail]
+    if TEXT in kinds:
+        end = next((i for i, a in enumerate(tail) if a.kind == TEXT and len(a.text) >= FOREIGN), len(tail))
+        tail = tail[:end]
+        start = max((i + 1 for i, a in enumerate(tail) if a.kind == TEXT), default=0)
+        if any(a.kind == USER for a in tail[start:]):
+            tail = tail[start:]
     for kind, role in ((USER, "user"), (TOOL, "tool"), (HARNESS, "harness")):
         told = [a.text.strip() for a in tail if a.kind == kind]
         if told:  # a command that prints nothing has a result, too
@@ -262,4 +266,4 @@ def _asks_schema(request: Mapping[str, Any]) -> bool:
     wanted = request.get("response_format") or (request.get("text") or {})
     if isinstance(wanted, dict):
         wanted = wanted.get("format", wanted)
-    return isinstance(wanted, dict) and "schema" in json.dumps(wanted.get("type", ""))
+    return isinstance(wanted, dict) and "schema" in str(wanted.get("type", ""))

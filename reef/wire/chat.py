@@ -6,7 +6,7 @@ added (see `answer`). Pure functions and one accumulator; no sockets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reef.wire import fields
@@ -88,13 +88,14 @@ def text_of(content: Any) -> str:
 
 def message_of(raw: Mapping[str, Any]) -> Message:
     """One chat message; `raw` has a role."""
-    calls = []
-    for call in raw.get("tool_calls") or ():
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict):
-            calls.append((str(function.get("name", "")), str(function.get("arguments", ""))))
     role = str(raw["role"])
-    return Message(_OTHER_NAMES.get(role, role), text_of(raw.get("content")), tuple(calls))
+    calls = raw.get("tool_calls")
+    return Message(_OTHER_NAMES.get(role, role), text_of(raw.get("content")), _calls_of(calls) if calls else ())
+
+
+def _calls_of(calls: Iterable[Any]) -> tuple[tuple[str, str], ...]:
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    return tuple((str(f.get("name", "")), str(f.get("arguments", ""))) for f in functions if isinstance(f, dict))
 
 
 def reply_of(response: Mapping[str, Any] | None) -> Message | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Api(StrEnum):
@@ -29,8 +29,7 @@ class Delivered(StrEnum):
     NONE = "none"
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """One message of a conversation, reduced to what matching and judging read."""
 
     role: str

@@ -22,7 +22,7 @@ def messages_of(exchange: Exchange) -> tuple[Message, ...]:
     request = exchange.request
     match exchange.api:
         case Api.CHAT:
-            return tuple(chat.message_of(m) for m in _dicts(request.get("messages")) if "role" in m)
+            return tuple([chat.message_of(m) for m in _dicts(request.get("messages")) if "role" in m])
         case Api.MESSAGES:
             system = _text(request.get("system"))
             told = [Message("system", system)] if system else []
