@@ -19,6 +19,7 @@ OPENING = 6
 """words by which a quoted text is found again"""
 _ZERO_WIDTH = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"))
 _DIGITS = str.maketrans("", "", "0123456789")
+_ASCII_WORDS = "".join(chr(i) if chr(i).isalnum() else " " for i in range(128))
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af]|[^\W_]+")
 
 
@@ -47,6 +48,18 @@ def digest(kind: str, text: str) -> bytes:
     return _blake2b(f"{kind}\0{text}".encode("utf-8", "surrogatepass"), digest_size=SIZE).digest()
 
 
+class Running:
+    """The digest of a text that grows, within its scope."""
+
+    def __init__(self, scope: bytes) -> None:
+        self._hash = _blake2b(scope, digest_size=SIZE)
+
+    def add(self, text: str) -> bytes:
+        """The digest after some more of it."""
+        self._hash.update(text.encode("utf-8", "surrogatepass"))
+        return self._hash.digest()
+
+
 def join(parts: Iterable[bytes]) -> bytes:
     """One digest of several, in order."""
     return _blake2b(b"".join(parts), digest_size=SIZE).digest()
@@ -59,15 +72,13 @@ def extend(chain: bytes, part: bytes) -> bytes:
 
 def words(text: str) -> list[str]:
     """The words of a text, case kept; every Chinese, Japanese or Korean character is one."""
-    return _WORD.findall(text)
+    return text.translate(_ASCII_WORDS).split() if text.isascii() else _WORD.findall(text)
 
 
 def first_words(text: str, count: int) -> list[str]:
     """The first words of a text, without a look at all of a long one."""
-    head = _WORD.findall(text, 0, 16 * count)
-    if len(head) <= count:  # or the last of them may be cut
-        head = _WORD.findall(text)
-    return head[:count]
+    head = words(text[: 16 * count])
+    return (head if len(head) > count else words(text))[:count]  # the last word of the head may be cut
 
 
 def opening(said: Sequence[str]) -> bytes | None:

@@ -119,7 +119,7 @@ class Finder:
             same = [n for n in same if not n.continued]
         if len(same) != 1:
             return None
-        whole = same[0].chain == t.chains[group.end]
+        whole = same[0].chain == t.chain(group.end)
         reason = "it answers the tool calls of that reply, by their ids"
         return self._settle(ask, same, group, "prefix" if whole else "reply_anchor", 1.0 if whole else 0.98, reason)
 
@@ -159,7 +159,7 @@ class Finder:
     # by our own reply in the request
 
     def _anchored(self, ask: Ask, group: Group) -> Found | None:
-        whole = self._index.under(key(ask.scope, By.CHAIN, ask.transcript.chains[group.end]))
+        whole = self._index.under(key(ask.scope, By.CHAIN, ask.transcript.chain(group.end)))
         reason = "the whole history up to it is the one that ends there"
         return self._settle(ask, whole, group, "prefix", 1.0, reason) or self._echoed(ask, group)
 
@@ -200,7 +200,7 @@ class Finder:
         if not said:
             return None
         t = ask.transcript
-        same = self._index.under(key(ask.scope, By.REQUEST, t.chains[group.start]))
+        same = self._index.under(key(ask.scope, By.REQUEST, t.chain(group.start)))
         near = [n for n in same if n.answered and _near(n.said, said)]
         found = self._settle(ask, near, group, "reply_anchor", 0.85, "same request, and a cut echo of its reply")
         if found:

@@ -104,6 +104,8 @@ class Node:
     talked: bool = False
     """one of them with a user's words"""
     keys: tuple[bytes, ...] = ()
+    sent: bytes = b""
+    """digest of scope and messages as they came, if `request` is their chain"""
 
     @property
     def words(self) -> str:
@@ -112,7 +114,7 @@ class Node:
 
     def to_json(self) -> dict[str, Any]:
         body = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in ("scope", "shape", "chain", "request"):
+        for name in ("scope", "shape", "chain", "request", "sent"):
             body[name] = body[name].hex()
         for name in ("tail", "keys"):
             body[name] = [part.hex() for part in body[name]]
@@ -122,8 +124,8 @@ class Node:
     def from_json(body: dict[str, Any]) -> Node:
         known = {f.name for f in fields(Node)}
         data = {k: v for k, v in body.items() if k in known}
-        for name in ("scope", "shape", "chain", "request"):
-            data[name] = bytes.fromhex(data[name])
+        for name in ("scope", "shape", "chain", "request", "sent"):
+            data[name] = bytes.fromhex(data.get(name, ""))
         for name in ("tail", "keys"):
             data[name] = tuple(bytes.fromhex(part) for part in data[name])
         return Node(**data)
@@ -171,6 +173,8 @@ class Index:
         self._capacity = capacity
         self._nodes: OrderedDict[str, Node] = OrderedDict()
         self._by: dict[bytes, tuple[str, ...]] = {}
+        self._sent: dict[bytes, str] = {}
+        """a node in memory whose request's messages came just so"""
         self._complete = archive is None
         """nothing is in the archive that is not in memory"""
         self.touched: dict[str, Node] = {}
@@ -209,6 +213,15 @@ class Index:
         found = [node for id in ids if (node := self.get(id)) is not None]
         return sorted(found, key=lambda n: n.seq)[-MOST:] if len(found) > 1 else found
 
+    def holds(self, key: bytes) -> bool:
+        """Whether a node under the key is in memory."""
+        return key in self._by
+
+    def sent(self, digest: bytes) -> Node | None:
+        """A node in memory whose request had exactly the messages of this digest."""
+        id = self._sent.get(digest)
+        return None if id is None else self._nodes.get(id)
+
     def under_any(self, keys: Sequence[bytes]) -> list[Node]:
         """The nodes under any of many keys, oldest first."""
         ids = dict.fromkeys(id for k in keys for id in self._by.get(k, ()))
@@ -240,6 +253,8 @@ class Index:
             self._unkey(node)
 
     def _unkey(self, node: Node) -> None:
+        if self._sent.get(node.sent) == node.id:
+            del self._sent[node.sent]
         for k in node.keys:
             left = tuple(i for i in self._by.get(k, ()) if i != node.id)
             if left:
@@ -249,6 +264,8 @@ class Index:
 
     def _insert(self, node: Node) -> None:
         self._nodes[node.id] = node
+        if node.sent:
+            self._sent[node.sent] = node.id
         for k in node.keys:
             ids = self._by.get(k, ())
             if node.id not in ids:

@@ -19,8 +19,9 @@ from reef.sessions.fate import Fate, arrival_fate
 from reef.sessions.index import By, Index, Node, key
 from reef.sessions.keys import ending_of, node_keys, said_of
 from reef.sessions.ladder import HEADERS, KnownId, id_in_text, known_id, previous_response
+from reef.sessions.reader import transcript
 from reef.sessions.revisions import Reviser, Revision, starts
-from reef.sessions.transcript import HARNESS, TOOL, USER, Atom, Transcript, next_state, transcript
+from reef.sessions.transcript import HARNESS, TOOL, USER, Atom, Transcript, next_state
 from reef.sessions.turntype import Side, Suspect, turn_type
 from reef.wire.exchange import Delivered, Exchange
 from reef.wire.reading import call_ids_of, response_id_of
@@ -89,11 +90,12 @@ class Matcher:
     def observe(self, exchange: Exchange) -> Decision:
         """Decide about the next exchange of the log, and remember it."""
         self._seq = exchange.seq or self._seq + 1
-        t = transcript(exchange)
+        scope = _scope(exchange.client, exchange.scenario)
+        t = transcript(exchange, self.index, scope)
         known = known_id(exchange, self._id_headers) or _told_in_text(t)
         ask = Ask(
             transcript=t,
-            scope=_scope(exchange.client, exchange.scenario),
+            scope=scope,
             known=known,
             agent=f"{exchange.headers.get('user-agent')} {exchange.request.get('model')}",
             time=exchange.time,
@@ -240,6 +242,7 @@ class Matcher:
             ending=ending_of(t.reply),
             binds=place.binds and not exchange.train_opt_out,
             firm=place.firm,
+            sent=t.sent,
         )
 
     def _decision(

@@ -2,22 +2,20 @@
 
 An atom is something said once: a user's words, a text or tool call of the assistant, a turn the harness
 wrote. Tool results are told apart from everything else but not from each other, since clients clear, clip
-and rename them. Knows the record of one exchange; knows nothing of other exchanges.
+and rename them. Knows messages; knows no record and no other request.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from reef.recipe import NextState
 from reef.sessions import harness
-from reef.sessions.digest import ROOT, SIZE, canonical_arguments, digest, extend, fold, join, numberless
-from reef.wire import reading
-from reef.wire.exchange import Exchange, Message
+from reef.sessions.digest import ROOT, SIZE, canonical_arguments, digest, extend, fold, join
+from reef.wire.exchange import Message
 
 USER, TEXT, CALL, TOOL, HARNESS = "user", "text", "call", "tool", "harness"
 
@@ -32,12 +30,14 @@ class Atom(NamedTuple):
 
 
 TOOL_DIGEST = digest(TOOL, "")
+CONTEXT = 8
+"""atoms before a reply that are looked at to tell it from an equal one"""
 
 
-def atoms_of(messages: Sequence[Message]) -> list[Atom]:
-    """The atoms of a conversation; system text has none."""
+def atoms_of(messages: Sequence[Message], first: int = 0) -> list[Atom]:
+    """The atoms of a conversation, or of a part of it that begins with message `first`; system text has none."""
     out: list[Atom] = []
-    for i, message in enumerate(messages):
+    for i, message in enumerate(messages, first):
         if message.role == "assistant":
             out += reply_atoms(message, i)
         elif message.role == "tool":
@@ -72,9 +72,8 @@ def reply_atoms(message: Message, index: int = -1) -> list[Atom]:
     return out
 
 
-def chains(atoms: Sequence[Atom]) -> list[bytes]:
+def chains(atoms: Sequence[Atom], chain: bytes = ROOT) -> list[bytes]:
     """The chain before each atom and after the last: `len(atoms) + 1` digests. Tool results add nothing."""
-    chain = ROOT
     out = [chain]
     for atom in atoms:
         if atom.kind != TOOL:
@@ -105,12 +104,15 @@ class Group(NamedTuple):
 
 @dataclass(slots=True)
 class Transcript:
-    """A request, parsed once."""
+    """A request, parsed once. Of a history that is known already only the end is here."""
 
     messages: tuple[Message, ...]
     atoms: list[Atom]
     chains: list[bytes]
+    """before each atom from `since` on, and after the last"""
+    since: int
     groups: list[Group]
+    """the last of them only, where the beginning is not here"""
     system: str
     shape: bytes
     """of the system text without its numbers, and of the names of the tools"""
@@ -124,17 +126,21 @@ class Transcript:
     """index of the newest atom the user wrote, if anything after the last reply is one"""
     bare: list[Atom]
     """the reply without the beginning that the request put into its mouth"""
+    lone: bool
+    """there is one message of the user at most"""
+    sent: bytes
+    """digest of scope and messages as they came; empty once the atoms are no longer theirs"""
 
     @property
     def tail(self) -> list[Atom]:
         """What follows the last reply in the request."""
         return self.atoms[self.groups[-1].end if self.groups else 0 :]
 
-    @property
-    def lone(self) -> bool:
-        """There is one message of the user at most."""
-        kinds = [a.kind for a in self.atoms]
-        return kinds.count(USER) + kinds.count(HARNESS) <= 1
+    def chain(self, at: int) -> bytes:
+        """The chain before an atom, or after the last."""
+        if at < self.since:
+            raise ValueError(f"atom {at} stands in the part of a request that was not read")
+        return self.chains[at - self.since]
 
     def split(self, index: int, rest: str) -> None:
         """Part a message that holds a whole conversation before `rest`, which is new."""
@@ -142,50 +148,16 @@ class Transcript:
             self.atoms[index],
             Atom(USER, digest(USER, fold(rest)), rest.strip(), self.atoms[index].message),
         ]
-        self.chains = [*self.chains[: index + 2], *self.chains[index + 1 :]]
+        after = index + 1 - self.since
+        self.chains = [*self.chains[: after + 1], *self.chains[after:]]
         self.newest = index + 1
+        self.lone, self.sent = False, b""
 
     def rewrite(self, index: int, text: str) -> None:
         """Take back what turned out to be context around a user's words."""
         self.atoms[index] = Atom(USER, digest(USER, fold(text)), text, self.atoms[index].message)
-        self.chains = chains(self.atoms)
-
-
-def transcript(exchange: Exchange) -> Transcript:
-    """Parse a record."""
-    messages = reading.messages_of(exchange)
-    reply = reading.reply_of(exchange)
-    said = bare = reply_atoms(reply) if reply else []
-    if messages and messages[-1].role == "assistant":
-        begun = messages[-1].content
-        messages = messages[:-1]
-        said = reply_atoms(Message("assistant", begun + reply.content, reply.tool_calls)) if reply else []
-    system = "\n".join(m.content for m in messages if m.role == "system")
-    atoms = atoms_of(messages)
-    groups = _groups(atoms)
-    since = groups[-1].end if groups else 0
-    newest = next((i for i in range(len(atoms) - 1, since - 1, -1) if atoms[i].kind == USER), None)
-    names = _tool_names(exchange.request)
-    return Transcript(
-        messages=messages,
-        atoms=atoms,
-        chains=chains(atoms),
-        groups=groups,
-        newest=newest,
-        system=system,
-        shape=shape_of(system, " ".join(names)),
-        tools=bool(names),
-        schema=_asks_schema(exchange.request),
-        reply=said,
-        results=reading.result_ids_of(exchange),
-        bare=bare,
-    )
-
-
-@lru_cache(maxsize=256)
-def shape_of(system: str, tools: str) -> bytes:
-    """What kind of request it is. The same long system text comes with every request of a client."""
-    return join((digest("system", numberless(system)), digest("tools", tools)))
+        self.chains = chains(self.atoms[self.since :], self.chains[0])
+        self.sent = b""
 
 
 FOREIGN = 120
@@ -212,7 +184,7 @@ def next_state(tail: Sequence[Atom]) -> NextState | None:
 
 def agreement(before: Sequence[Atom]) -> tuple[bytes, bytes]:
     """Digests of the last one and the last two atoms before a reply, tool results left out."""
-    last = [a.digest for a in before[-8:] if a.kind != TOOL][-2:]
+    last = [a.digest for a in before[-CONTEXT:] if a.kind != TOOL][-2:]
     one = last[-1] if last else bytes(SIZE)
     return one, join(last)
 
@@ -236,7 +208,8 @@ def strings_in_call(call: Atom) -> list[str]:
     return out[:8]
 
 
-def _groups(atoms: Sequence[Atom]) -> list[Group]:
+def groups_of(atoms: Sequence[Atom]) -> list[Group]:
+    """The runs of assistant atoms, in order."""
     out: list[Group] = []
     start = None
     for i, atom in enumerate(atoms):
@@ -249,21 +222,3 @@ def _groups(atoms: Sequence[Atom]) -> list[Group]:
     if start is not None:
         out.append(Group(start, len(atoms)))
     return out
-
-
-def _tool_names(request: Mapping[str, Any]) -> list[str]:
-    names = []
-    tools = request.get("tools")
-    for tool in tools if isinstance(tools, list) else ():
-        if isinstance(tool, dict):
-            function = tool.get("function")
-            name = (function if isinstance(function, dict) else tool).get("name") or tool.get("type")
-            names.append(str(name))
-    return sorted(names)
-
-
-def _asks_schema(request: Mapping[str, Any]) -> bool:
-    wanted = request.get("response_format") or (request.get("text") or {})
-    if isinstance(wanted, dict):
-        wanted = wanted.get("format", wanted)
-    return isinstance(wanted, dict) and "schema" in str(wanted.get("type", ""))

@@ -8,7 +8,6 @@ they know no store and no dialect but chat.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from reef.wire.exchange import Message
@@ -34,7 +33,7 @@ def told(messages: Sequence[Message], rules: Sequence[str]) -> tuple[Message, ..
         return tuple(messages)
     first = messages[0] if messages else None
     if first is not None and first.role == "system":
-        return (replace(first, content=_ended(first.content, rules)), *messages[1:])
+        return (first._replace(content=_ended(first.content, rules)), *messages[1:])
     return (Message("system", _said(rules)), *messages)
 
 
