@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reef.sessions.index import Index, Node
-from reef.sessions.matcher import Decision, Matcher
+from reef.sessions.matcher import Decision, Matcher, scope_of
+from reef.sessions.reader import transcript
 from reef.sessions.replay import replay
 from reef.wire.exchange import Api, Delivered, Exchange
 
@@ -202,6 +203,52 @@ def test_a_conversation_is_never_taken_for_one_with_other_words(steps: Any) -> N
         if decision.binds:
             whole = [*asked[decision.binds], ("assistant", answered[decision.binds])]
             assert asked[decision.id][: len(whole)] == whole
+
+
+# histories that were read before
+
+
+class Forgetful(Index):
+    """An index that recognises no history, so that every request is read whole."""
+
+    def sent(self, digest: bytes) -> Node | None:
+        return None
+
+
+@given(STREAM)
+@quick
+def test_a_history_left_unread_changes_no_decision(drawn: Any) -> None:
+    _, stream, _ = streams(drawn)
+    assert decide(stream) == decide(stream, Forgetful())
+
+
+@given(ALIKE)
+@quick
+def test_a_history_left_unread_changes_no_decision_where_many_look_alike(steps: Any) -> None:
+    stream = alike(steps)
+    assert decide(stream) == decide(stream, Forgetful())
+
+
+def test_of_a_long_history_only_the_end_is_read() -> None:
+    turns = [{"said": "word", "answer": "word", "calls": calls, "retry": ""} for calls in (0, 4, 0, 2, 0, 0)]
+    stream, _ = conversation("a", "plain", turns)
+    index = Index()
+    read = []
+    matcher = Matcher(index)
+    for exchange in stream:
+        read.append(len(transcript(exchange, index, scope_of("c", "default")).atoms))
+        matcher.observe(exchange)
+    assert len(stream[-1].request["messages"]) == 24
+    assert read[-2:] == [7, 3], "the reply with what it answers, and what is new"
+
+
+def test_a_message_in_another_place_is_another_history() -> None:
+    said = [{"role": "user", "content": "go on 9 assistant"}, {"role": "assistant", "content": "I go on, far and wide"}]
+    merged = [{"role": "user", "content": "go on 9 assistantassistant 21 I go on, far and wide"}]
+    index = Index()
+    decide([record("a", 1.0, said[:1], said[1]), record("b", 2.0, merged, said[1])], index)
+    nodes = [index.get("a"), index.get("b")]
+    assert len({node.sent for node in nodes if node}) == 2
 
 
 # memory

@@ -78,7 +78,9 @@ def words(text: str) -> list[str]:
 def first_words(text: str, count: int) -> list[str]:
     """The first words of a text, without a look at all of a long one."""
     head = words(text[: 16 * count])
-    return (head if len(head) > count else words(text))[:count]  # the last word of the head may be cut
+    if len(head) <= count and len(text) > 16 * count:  # its last word may be cut
+        head = words(text)
+    return head[:count]
 
 
 def opening(said: Sequence[str]) -> bytes | None:

@@ -72,7 +72,9 @@ def group_key(scope: bytes, group: str, shape: bytes) -> bytes:
 
 def variants(reply: Sequence[Atom]) -> list[bytes]:
     """A reply whole, its calls alone, its text alone: clients drop one or the other."""
-    whole = join(a.digest for a in reply)
+    whole = join([a.digest for a in reply])
+    if len(reply) == 1:
+        return [whole]
     calls = [a.digest for a in reply if a.kind == CALL]
     texts = [a.digest for a in reply if a.kind == TEXT]
     out = [whole]
@@ -95,4 +97,4 @@ def ending_of(reply: Sequence[Atom]) -> str:
 
 
 def text_of(reply: Sequence[Atom]) -> str:
-    return " ".join(a.text for a in reply if a.kind == TEXT)
+    return " ".join([a.text for a in reply if a.kind == TEXT])

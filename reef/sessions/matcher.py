@@ -90,7 +90,7 @@ class Matcher:
     def observe(self, exchange: Exchange) -> Decision:
         """Decide about the next exchange of the log, and remember it."""
         self._seq = exchange.seq or self._seq + 1
-        scope = _scope(exchange.client, exchange.scenario)
+        scope = scope_of(exchange.client, exchange.scenario)
         t = transcript(exchange, self.index, scope)
         known = known_id(exchange, self._id_headers) or _told_in_text(t)
         ask = Ask(
@@ -312,7 +312,7 @@ def _aside(found: Found, side: Side | Suspect | None) -> _Place:
 
 
 @lru_cache(maxsize=1024)
-def _scope(client: str | None, scenario: str) -> bytes:
+def scope_of(client: str | None, scenario: str) -> bytes:
     """Requests of one credential and one policy can belong together; no others."""
     return digest("scope", f"{client}\0{scenario}")
 
@@ -325,8 +325,10 @@ def _session(exchange: Exchange, known: KnownId | None, parent: Node | None) -> 
 
 
 def _told_in_text(t: Transcript) -> KnownId | None:
-    first = next((m.content for m in t.messages if m.role == "user"), "")
-    return id_in_text(first)
+    for message in t.messages:
+        if message.role == "user":
+            return id_in_text(message.content)
+    return None
 
 
 def _asked(t: Transcript, newest: int | None) -> str:
