@@ -18,6 +18,7 @@ from recipes.openclawrl.objective import (
     REEF,
     Anchor,
     Objective,
+    amplified,
     anchor,
     clipped,
     distance,
@@ -198,6 +199,16 @@ def test_k3_values() -> None:
     assert k3(a, b).item() == pytest.approx(0.193147, abs=1e-6)
     assert k3(b, a).item() == pytest.approx(0.306853, abs=1e-6)
     assert k3(a, a).item() == 0
+
+
+def test_an_amplified_teacher_goes_on_where_its_context_moved_it() -> None:
+    plain, teacher = logp(STUDENT), logp(TEACHER)
+    further = amplified(teacher, plain, 0.5)
+    assert torch.allclose(further.exp().sum(), torch.tensor(1.0))
+    moved, again = ((t[0, 0] - t[0, 1]).item() for t in (teacher - plain, further - plain))
+    assert again == pytest.approx(1.5 * moved)
+    assert torch.allclose(amplified(plain, plain, 0.5), plain), "a context that changes nothing teaches nothing"
+    assert amplified(teacher, plain, 0.0) is teacher
 
 
 def test_opd_mask_drops_the_first_trained_tokens() -> None:

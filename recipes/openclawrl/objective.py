@@ -49,6 +49,8 @@ class Objective:
     rkl_clamp: float = 5.0
     drop_first: int = 2
     """leading tokens that are not distilled"""
+    amplify: float = 0.0
+    """how much further than its context moves it the teacher goes, away from the base without context"""
 
 
 REEF = Objective()
@@ -113,6 +115,15 @@ def openclaw_topk(
     gain = (teacher - old).clamp(-clip, clip) * old.softmax(-1)
     rho = (cur - old).exp()
     return torch.maximum(-gain * rho, -gain * rho.clamp(1 - low, 1 + high)).sum(-1)
+
+
+def amplified(teacher: Tensor, plain: Tensor, gain: float) -> Tensor:
+    """The teacher with what its context changes weighed 1 + `gain` times: log-probs [T, V], normalised.
+
+    softmax(teacher + gain (teacher - plain)), as classifier-free guidance (Ho & Salimans 2022) does with a
+    prompt. A context that changes nothing still teaches nothing.
+    """
+    return torch.log_softmax(teacher + gain * (teacher - plain), -1) if gain else teacher
 
 
 def k3(logp: Tensor, base: Tensor) -> Tensor:
