@@ -18,7 +18,6 @@ from recipes.openclawrl.objective import (
     REEF,
     Anchor,
     Objective,
-    amplified,
     anchor,
     clipped,
     distance,
@@ -201,14 +200,11 @@ def test_k3_values() -> None:
     assert k3(a, a).item() == 0
 
 
-def test_an_amplified_teacher_goes_on_where_its_context_moved_it() -> None:
-    plain, teacher = logp(STUDENT), logp(TEACHER)
-    further = amplified(teacher, plain, 0.5)
-    assert torch.allclose(further.exp().sum(), torch.tensor(1.0))
-    moved, again = ((t[0, 0] - t[0, 1]).item() for t in (teacher - plain, further - plain))
-    assert again == pytest.approx(1.5 * moved)
-    assert torch.allclose(amplified(plain, plain, 0.5), plain), "a context that changes nothing teaches nothing"
-    assert amplified(teacher, plain, 0.0) is teacher
+def test_preset_reef_distils_the_first_tokens_too() -> None:
+    """They decide about a list or a heading; the published preset leaves two of them out."""
+    assert (REEF.drop_first, OPENCLAW.drop_first) == (0, 2)
+    mask = torch.ones(4)
+    assert opd_mask(mask, REEF.drop_first).tolist() == [1, 1, 1, 1]
 
 
 def test_opd_mask_drops_the_first_trained_tokens() -> None:

@@ -47,10 +47,9 @@ class Objective:
     opd_clip: float = 1.0
     """bound of teacher minus student in `openclaw_topk`, nats"""
     rkl_clamp: float = 5.0
-    drop_first: int = 2
-    """leading tokens that are not distilled"""
-    amplify: float = 0.0
-    """how much further than its context moves it the teacher goes, away from the base without context"""
+    drop_first: int = 0
+    """leading tokens that are not distilled. The first ones decide about a list or a heading: a reply that began
+    with "1." is led on by a teacher that reads it, so what is left out there is never unlearned"""
 
 
 REEF = Objective()
@@ -62,6 +61,7 @@ OPENCLAW = Objective(
     w_rehearse=0.0,
     beta_kl=0.0,
     beta_replay=0.0,
+    drop_first=2,
 )
 """the published recipe (OpenClaw-RL v2), for comparison"""
 PRESETS = {"reef": REEF, "openclaw": OPENCLAW}
@@ -115,15 +115,6 @@ def openclaw_topk(
     gain = (teacher - old).clamp(-clip, clip) * old.softmax(-1)
     rho = (cur - old).exp()
     return torch.maximum(-gain * rho, -gain * rho.clamp(1 - low, 1 + high)).sum(-1)
-
-
-def amplified(teacher: Tensor, plain: Tensor, gain: float) -> Tensor:
-    """The teacher with what its context changes weighed 1 + `gain` times: log-probs [T, V], normalised.
-
-    softmax(teacher + gain (teacher - plain)), as classifier-free guidance (Ho & Salimans 2022) does with a
-    prompt. A context that changes nothing still teaches nothing.
-    """
-    return torch.log_softmax(teacher + gain * (teacher - plain), -1) if gain else teacher
 
 
 def k3(logp: Tensor, base: Tensor) -> Tensor:

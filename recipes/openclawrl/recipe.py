@@ -81,7 +81,6 @@ class Config(BaseModel):
     demonstrations: int | None = Field(
         default=None, ge=1, description="accepted replies in one context; overrides the preset's number"
     )
-    amplify: float | None = Field(default=None, ge=0, description="overrides how far the teacher exceeds its context")
     use_hints: bool = Field(default=True, description="false: only accepted replies are shown to the teacher")
     max_turn_tokens: int = Field(default=2048, ge=16, description="longest prompt plus reply that is trained")
     train_truncated: bool = Field(default=False, description="also train replies that their token limit cut off")
@@ -197,7 +196,7 @@ class OpenClawRL:
 
             from recipes.openclawrl.objective import PRESETS
 
-            named = ("advantage", "distil", "routing", "w_rehearse", "beta_kl", "beta_replay", "amplify")
+            named = ("advantage", "distil", "routing", "w_rehearse", "beta_kl", "beta_replay")
             chosen = {n: v for n in named if (v := getattr(self.config, n)) is not None}
             preset = PRESETS[self.config.objective]
             self._objective = replace(preset, w_rl=self.config.w_rl, w_opd=self.config.w_opd, **chosen)

@@ -241,7 +241,7 @@ def _fix(
 ) -> Anchor:
     import torch
 
-    from recipes.openclawrl.objective import amplified, anchor, pick, thinking_at_stake
+    from recipes.openclawrl.objective import anchor, pick, thinking_at_stake
 
     def score(prompt_ids: Sequence[int]) -> Tensor:
         return (reference.logits(prompt_ids, sample.response_ids) / sample.tau).log_softmax(-1)
@@ -249,13 +249,10 @@ def _fix(
     with torch.no_grad():
         old = (logits / sample.tau).log_softmax(-1)
         teacher = base = None
-        plain = score(sample.prompt_ids) if objective.beta_kl or objective.amplify else None
         if distils(sample, objective):
             _, teacher = choose_context(old, mask, sample.contexts, lambda c: score(c.prompt_ids), objective.support_k)
-            if plain is not None:
-                teacher = amplified(teacher, plain, objective.amplify)
-        if plain is not None and objective.beta_kl:
-            base = pick(plain, tokens)
+        if objective.beta_kl:
+            base = pick(score(sample.prompt_ids), tokens)
         fixed = anchor(old, tokens, teacher, base, objective)
         if sample.ends_thinking is None or teacher is None:
             return fixed
