@@ -200,6 +200,13 @@ def test_k3_values() -> None:
     assert k3(a, a).item() == 0
 
 
+def test_preset_reef_distils_the_first_tokens_too() -> None:
+    """They decide about a list or a heading; the published preset leaves two of them out."""
+    assert (REEF.drop_first, OPENCLAW.drop_first) == (0, 2)
+    mask = torch.ones(4)
+    assert opd_mask(mask, REEF.drop_first).tolist() == [1, 1, 1, 1]
+
+
 def test_opd_mask_drops_the_first_trained_tokens() -> None:
     mask = torch.tensor([0, 1, 1, 1, 0, 1])
     assert opd_mask(mask).tolist() == [0, 0, 0, 1, 0, 1]

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from recipes.openclawrl import objective
 from recipes.openclawrl.examples.openclawrl.student.problems import Problem, generated
 from recipes.openclawrl.examples.openclawrl.student.rule import check
 from recipes.openclawrl.examples.openclawrl.trial.arms import ARMS, REEF, changed
 from recipes.openclawrl.examples.openclawrl.trial.page import NEVER, bootstrap, grouped, page, read, session
 from recipes.openclawrl.examples.openclawrl.trial.persona import PERSONAS, Look, Notebook, grade
-from recipes.openclawrl.examples.openclawrl.trial.results import adapted_at, write_run
+from recipes.openclawrl.examples.openclawrl.trial.results import adapted_at, settings_hash, write_run
 from recipes.openclawrl.examples.openclawrl.trial.run import Run
 from reef.errors import ConfigError
 
@@ -122,6 +123,12 @@ def test_adaptation_and_intervals() -> None:
     assert adapted_at([True, True]) is None
     assert bootstrap([3.0, 4.0, NEVER], statistics.median) == (4.0, 3.0, NEVER)
     assert session(NEVER) == "never" and session(8) == "8"
+
+
+def test_a_changed_preset_is_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = settings_hash(REEF)
+    monkeypatch.setitem(objective.PRESETS, "reef", replace(objective.REEF, drop_first=2))
+    assert settings_hash(REEF) != before
 
 
 def test_an_arms_settings_can_be_changed_and_are_named() -> None:

@@ -271,6 +271,18 @@ def test_candidates_never_show_the_attempt(tokenizer: ModelTokenizer) -> None:
     assert candidate_contexts(tokenizer, ASK, "x", demonstrations=[SHOWN], max_tokens=20) == ()
 
 
+def test_several_accepted_replies_stand_in_one_context(tokenizer: ModelTokenizer) -> None:
+    shown = [Demonstration(f"Request {i}", f"Reply {i}") for i in range(3)]
+    both, rest = candidate_contexts(tokenizer, ASK, "x", demonstrations=shown, together=2)
+    first = [{"role": "user", "content": "Request 1"}, {"role": "assistant", "content": "Reply 1"}]
+    second = [{"role": "user", "content": "Request 0"}, {"role": "assistant", "content": "Reply 0"}]
+    assert list(both.prompt_ids) == tokenizer.render([*first, *second, *ASK]), "the best stands last"
+    assert rest == demonstration_context(tokenizer, ASK, shown[2])
+    room = len(both.prompt_ids) - 1 + len(tokenizer.encode("x"))
+    smaller = candidate_contexts(tokenizer, ASK, "x", demonstrations=shown[:2], together=2, max_tokens=room)
+    assert smaller == tuple(demonstration_context(tokenizer, ASK, one) for one in shown[:2])
+
+
 def test_render_check_names_the_difference(tokenizer: ModelTokenizer) -> None:
     served = tokenizer.render(ASK)
     assert check_render(tokenizer, ASK, served) is None
@@ -519,14 +531,14 @@ def accepted(tokenizer: ModelTokenizer, number: int, *, corrected: bool = False)
 
 def test_a_reply_accepted_after_corrections_is_rehearsed_as_the_first_answer(tokenizer: ModelTokenizer) -> None:
     past = [accepted(tokenizer, k, corrected=True) for k in range(2)]
-    sample = make_rehearsal(past[1], past, tokenizer, max_tokens=200, max_contexts=1)
+    sample = make_rehearsal(past[1], past, tokenizer, max_tokens=200, max_contexts=1, together=1)
     assert sample is not None and past[1].turn.sampled is not None
     assert list(sample.prompt_ids) == tokenizer.render([{"role": "user", "content": "Question 1?"}])
     assert sample.response_ids == past[1].turn.sampled.token_ids
     assert (sample.rehearsed, sample.reward, sample.advantage) == (True, 0, 0.0)
     assert [c.text for c in sample.contexts] == ["Question 0?\n---\nhe keeps 0"]
     assert Sample.from_json(json.loads(json.dumps(sample.to_json()))) == sample
-    assert make_rehearsal(past[1], past, tokenizer, max_tokens=10, max_contexts=1) is None
+    assert make_rehearsal(past[1], past, tokenizer, max_tokens=10, max_contexts=1, together=1) is None
 
 
 def test_what_the_gate_holds_out_is_never_rehearsed(tokenizer: ModelTokenizer) -> None:
@@ -534,12 +546,12 @@ def test_what_the_gate_holds_out_is_never_rehearsed(tokenizer: ModelTokenizer) -
     chosen: set[str] = set()
     held: set[str] = set()
     for version in range(1, 20):
-        found = rehearsal(past, version, tokenizer, count=2, max_tokens=200, max_contexts=1)
+        found = rehearsal(past, version, tokenizer, count=2, max_tokens=200, max_contexts=1, together=1)
         assert len(found.trained) == 2 and len(found.held_out) == 2
         chosen |= {s.turn for s in found.trained}
         held |= {s.turn for s in found.held_out}
     assert len(chosen) > 8 and not chosen & held
-    assert rehearsal([], 1, tokenizer, count=2, max_tokens=200, max_contexts=1).trained == ()
+    assert rehearsal([], 1, tokenizer, count=2, max_tokens=200, max_contexts=1, together=1).trained == ()
 
 
 def test_the_gate_refuses_a_candidate_that_unlearns_accepted_replies(

@@ -47,8 +47,9 @@ class Objective:
     opd_clip: float = 1.0
     """bound of teacher minus student in `openclaw_topk`, nats"""
     rkl_clamp: float = 5.0
-    drop_first: int = 2
-    """leading tokens that are not distilled"""
+    drop_first: int = 0
+    """leading tokens that are not distilled. The first ones decide about a list or a heading: a reply that began
+    with "1." is led on by a teacher that reads it, so what is left out there is never unlearned"""
 
 
 REEF = Objective()
@@ -60,6 +61,7 @@ OPENCLAW = Objective(
     w_rehearse=0.0,
     beta_kl=0.0,
     beta_replay=0.0,
+    drop_first=2,
 )
 """the published recipe (OpenClaw-RL v2), for comparison"""
 PRESETS = {"reef": REEF, "openclaw": OPENCLAW}

@@ -36,6 +36,7 @@ def make_sample(
     *,
     max_tokens: int,
     max_contexts: int,
+    together: int,
     use_hints: bool,
     train_truncated: bool,
     synthetic: Sequence[Demonstration] = (),
@@ -65,7 +66,8 @@ def make_sample(
                 tokenizer,
                 messages,
                 turn.reply.content,
-                demonstrations=[*demonstrations(turn, past, max_contexts), *synthetic],
+                demonstrations=[*demonstrations(turn, past, max_contexts * together), *synthetic],
+                together=together,
                 hints=hints,
                 memo=turn.memo if use_hints else (),
                 limit=max_contexts,
@@ -96,6 +98,7 @@ def rehearsal(
     count: int,
     max_tokens: int,
     max_contexts: int,
+    together: int,
 ) -> Rehearsal:
     """`count` of the accepted replies, another lot for each version, and those kept for the gate.
 
@@ -105,7 +108,7 @@ def rehearsal(
     made = [
         (judged.turn.id, sample)
         for judged in accepted.values()
-        if (sample := make_rehearsal(judged, past, tokenizer, max_tokens=max_tokens, max_contexts=max_contexts))
+        if (sample := make_rehearsal(judged, past, tokenizer, max_tokens, max_contexts, together))
     ]
     kept = [sample for id, sample in made if crc32(id.encode()) % HELD_OUT_EVERY == 0]
     open = [sample for id, sample in made if crc32(id.encode()) % HELD_OUT_EVERY]
@@ -114,7 +117,12 @@ def rehearsal(
 
 
 def make_rehearsal(
-    judged: JudgedTurn, past: Sequence[JudgedTurn], tokenizer: Tokenizer, *, max_tokens: int, max_contexts: int
+    judged: JudgedTurn,
+    past: Sequence[JudgedTurn],
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    max_contexts: int,
+    together: int,
 ) -> Sample | None:
     """An accepted reply as the answer to the request its session opened with, or None if it can't be that.
 
@@ -135,7 +143,8 @@ def make_rehearsal(
         tokenizer,
         messages,
         turn.reply.content,
-        demonstrations=demonstrations(turn, past, max_contexts),
+        demonstrations=demonstrations(turn, past, max_contexts * together),
+        together=together,
         limit=max_contexts,
         max_tokens=TEACHER_ROOM * max_tokens,
     )

@@ -78,6 +78,9 @@ class Config(BaseModel):
         description="smaller steps as first replies are accepted (a quarter at least) or with no teacher",
     )
     max_contexts: int = Field(default=3, ge=1, le=3, description="candidate contexts for the teacher")
+    demonstrations: int | None = Field(
+        default=None, ge=1, description="accepted replies in one context; overrides the preset's number"
+    )
     use_hints: bool = Field(default=True, description="false: only accepted replies are shown to the teacher")
     max_turn_tokens: int = Field(default=2048, ge=16, description="longest prompt plus reply that is trained")
     train_truncated: bool = Field(default=False, description="also train replies that their token limit cut off")
@@ -139,6 +142,7 @@ class OpenClawRL:
             self._tools.tokenizer,
             max_tokens=self.config.max_turn_tokens,
             max_contexts=self.config.max_contexts,
+            together=self.together(),
             use_hints=self.config.use_hints,
             train_truncated=self.config.train_truncated,
             synthetic=hindsight.of(turn.scenario) if (hindsight := self._cold_start()) else (),
@@ -171,6 +175,7 @@ class OpenClawRL:
             count=self.rehearsals(),
             max_tokens=self.config.max_turn_tokens,
             max_contexts=self.config.max_contexts,
+            together=self.together(),
         )
 
     def loss(self, batch: Batch, policy: Scorer, reference: Scorer) -> Loss:
@@ -202,6 +207,10 @@ class OpenClawRL:
         if self.config.rehearsals is not None:
             return self.config.rehearsals
         return 0 if self.config.objective == "openclaw" else 2
+
+    def together(self) -> int:
+        """How many accepted replies the teacher is shown at once."""
+        return self.config.demonstrations or (1 if self.config.objective == "openclaw" else 3)
 
     def _advantage_kind(self) -> str:
         return self.config.advantage or ("raw" if self.config.objective == "openclaw" else "baseline")

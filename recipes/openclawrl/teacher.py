@@ -65,13 +65,38 @@ def hint_context(tokenizer: Tokenizer, messages: Chat, hint: str, memo: Sequence
     return Context("memo" if memo else "hint", tuple(tokenizer.render(changed)), text)
 
 
-def demonstration_context(tokenizer: Tokenizer, messages: Chat, shown: Demonstration) -> Context:
-    """The demonstration as a solved exchange in front of the conversation, after any system text."""
+def demonstration_context(tokenizer: Tokenizer, messages: Chat, *shown: Demonstration) -> Context:
+    """The demonstrations as solved exchanges in front of the conversation, after any system text."""
     start = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
-    solved = [{"role": "user", "content": shown.request}, {"role": "assistant", "content": shown.reply}]
+    solved = [
+        said
+        for one in shown
+        for said in ({"role": "user", "content": one.request}, {"role": "assistant", "content": one.reply})
+    ]
     prompt = tokenizer.render([*messages[:start], *solved, *messages[start:]])
-    kind = "synthetic" if shown.synthetic else "demonstration"
-    return Context(kind, tuple(prompt), f"{shown.request}\n---\n{shown.reply}")
+    kind = "synthetic" if any(one.synthetic for one in shown) else "demonstration"
+    return Context(kind, tuple(prompt), "\n\n".join(f"{one.request}\n---\n{one.reply}" for one in shown))
+
+
+def demonstration_contexts(
+    tokenizer: Tokenizer, messages: Chat, shown: Sequence[Demonstration], *, together: int, room: int
+) -> list[Context]:
+    """Contexts of `together` demonstrations each, fewer where `room` tokens hold no more.
+
+    The best of a context stands next to the conversation; those that did not fit begin the next one.
+    """
+    found: list[Context] = []
+    left = list(shown)
+    while left:
+        count = min(together, len(left))
+        while len((context := demonstration_context(tokenizer, messages, *reversed(left[:count]))).prompt_ids) > room:
+            count -= 1
+            if not count:
+                break
+        if count:
+            found.append(context)
+        left = left[max(count, 1) :]
+    return found
 
 
 def candidate_contexts(
@@ -80,13 +105,14 @@ def candidate_contexts(
     reply: str,
     *,
     demonstrations: Sequence[Demonstration] = (),
+    together: int = 1,
     hints: Sequence[str] = (),
     memo: Sequence[str] = (),
     limit: int = 3,
     max_tokens: int = 2048,
 ) -> tuple[Context, ...]:
-    """At most `limit` contexts, strongest kind first: accepted demonstrations, hints with the memo,
-    hints alone, synthetic demonstrations.
+    """At most `limit` contexts, strongest kind first: accepted demonstrations (`together` in each), hints
+    with the memo, hints alone, synthetic demonstrations.
 
     `reply` is the attempt to be trained: whatever repeats it is left out, as are contexts that with
     the reply would exceed `max_tokens`.
@@ -96,12 +122,12 @@ def candidate_contexts(
     shown = [d for d in demonstrations if d.reply.strip() != attempt]
     told = [h for h in hints if not attempt or attempt not in h]
     accepted = [d for d in shown if not d.synthetic]
-    found = [demonstration_context(tokenizer, messages, d) for d in accepted]
+    found = demonstration_contexts(tokenizer, messages, accepted, together=together, room=room)
     if memo:
         found += [c for h in told or [""] if (c := hint_context(tokenizer, messages, h, memo))]
     found += [c for h in told if (c := hint_context(tokenizer, messages, h))]
     if not accepted:
-        found += [demonstration_context(tokenizer, messages, d) for d in shown]
+        found += demonstration_contexts(tokenizer, messages, shown, together=together, room=room)
     return tuple([c for c in found if len(c.prompt_ids) <= room][:limit])
 
 

@@ -15,6 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipes.openclawrl.recipe import OpenClawRL
+
 if TYPE_CHECKING:
     from recipes.openclawrl.examples.openclawrl.trial.arms import Arm
     from recipes.openclawrl.examples.openclawrl.trial.run import Run, State
@@ -92,10 +94,14 @@ def _arm(arm: Arm) -> dict[str, Any]:
 
 
 def settings_hash(arm: Arm) -> str:
-    """Names what of an arm's settings can matter, so that rows of different settings are never averaged."""
+    """Names what of an arm's settings can matter, its preset's values included, so that rows of different settings
+    are never averaged."""
     settings: dict[str, Any] = {"memory": arm.memory, "memory_tokens": arm.memory_tokens, "judge": arm.judge}
     if arm.learns:
+        recipe = OpenClawRL(arm.recipe)
         settings |= {**asdict(arm), "recipe": arm.recipe.model_dump(exclude_defaults=True)}
+        settings |= {"objective": asdict(recipe.objective()), "rehearsals": recipe.rehearsals()}
+        settings["demonstrations"] = recipe.together()
     for name in ("title", "key"):
         settings.pop(name, None)
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:6]
