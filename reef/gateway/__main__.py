@@ -13,12 +13,13 @@ from starlette.applications import Starlette
 
 from reef.config import Config
 from reef.engine.base import EngineClient, Timeouts
-from reef.gateway.app import Services, build_app
+from reef.gateway.app import build_app
 from reef.gateway.body import Limits
 from reef.gateway.forget import forget_session
 from reef.gateway.history import History
 from reef.gateway.memo import ServedMemo
 from reef.gateway.proxy import Proxy
+from reef.gateway.services import Services
 from reef.gateway.upkeep import Upkeep, shared
 from reef.observe.views import Views
 from reef.releases.publish import Publisher

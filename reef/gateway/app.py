@@ -1,67 +1,33 @@
 """The HTTP surface: OpenAI's and Anthropic's routes for agents, `/reef/*` for people and for the learner.
 
-Owns routing, limits and error JSON. Everything it reports is read from the two databases; it decides
-nothing about learning.
+Owns the routes, and the answers of all that no model answers. Everything it reports is read from the two
+databases; it decides nothing about learning.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import orjson
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from ulid import ULID
 
-from reef.config import Config
-from reef.engine.base import EngineClient
-from reef.errors import BadRequest, Forbidden, NotFound, ReefError, UnknownModel, UpstreamError
-from reef.gateway.auth import Caller, identify, require_admin, without_secrets
-from reef.gateway.body import Limits, aside, check_report, parse, read_body, read_json
-from reef.gateway.delivery import EventStream, while_connected
-from reef.gateway.dialects import ROUTES, dialect_of
-from reef.gateway.errors import headers_of, status_of
-from reef.gateway.history import History
+from reef.errors import BadRequest, NotFound, UnknownModel, UpstreamError
+from reef.gateway.answers import Handler, guarded, no_route, unexpected
+from reef.gateway.auth import Caller, identify, require_admin
+from reef.gateway.body import check_report, read_json
+from reef.gateway.dialects import ROUTES
+from reef.gateway.inference import Inference
 from reef.gateway.openapi import document
-from reef.gateway.proxy import Call, Proxy
-from reef.gateway.upkeep import Upkeep
-from reef.observe.views import Views
-from reef.releases.publish import Publisher
-from reef.store.log import LogWriter
-from reef.wire.dialect import Dialect
-from reef.wire.exchange import Api
-from reef.wire.fields import refuse
-from reef.wire.images import first_media
+from reef.gateway.services import Services, model_names, scenario_of
 from reef.wire.messages import check_prompt
 from reef.wire.messages_events import MESSAGES
-
-log = logging.getLogger("reef.gateway")
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-@dataclass(frozen=True, slots=True)
-class Services:
-    """What the routes work with."""
-
-    config: Config
-    engine: EngineClient
-    publisher: Publisher
-    writer: LogWriter
-    proxy: Proxy
-    views: Views
-    history: History
-    limits: Limits
-    upkeep: Upkeep | None = None
-    forget: Callable[[str], Awaitable[dict[str, Any]]] | None = None
-    """forgets a session, by its id"""
 
 
 def build_app(services: Services) -> Starlette:
@@ -103,7 +69,7 @@ def build_app(services: Services) -> Starlette:
             get("/readyz", routes.ready),
             get("/openapi.json", routes.openapi),
         ],
-        exception_handlers={404: _no_route, 405: _no_route, Exception: _unexpected},
+        exception_handlers={404: no_route, 405: no_route, Exception: unexpected},
         lifespan=lifespan,
     )
 
@@ -121,144 +87,6 @@ class Gateway(Starlette):
             await super().__call__(scope, receive, send)
         else:
             await app(scope, receive, send)
-
-
-def problem(request: Request, error: ReefError, status: int | None = None) -> Response:
-    """An error in the dialect of the request."""
-    body = dialect_of(request.url.path, request.headers).error(error)
-    return JSONResponse(body, status or status_of(error), headers_of(error))
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    what = "no such route" if status == 404 else "this route does not take this method"
-    return problem(request, NotFound(f"{what}: {request.method} {request.url.path}"), status)
-
-
-async def _unexpected(request: Request, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return problem(request, ReefError("internal error; the service's log has the details"))
-
-
-def guarded(handler: Handler) -> Handler:
-    """Turn Reef's errors into the client's error JSON."""
-
-    async def run(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except ReefError as error:
-            return problem(request, error)
-
-    return run
-
-
-class Inference:
-    """A POST route that a model answers. An ASGI app of its own, since it must notice a client that
-    leaves."""
-
-    def __init__(self, services: Services, dialect: Dialect) -> None:
-        self._s = services
-        self._dialect = dialect
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        started = False
-
-        async def tell(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            response = await self._answer(request, tell)
-        except ReefError as error:
-            response = problem(request, error)
-        except ClientDisconnect:
-            return
-        except Exception as error:
-            if started:
-                raise
-            response = await _unexpected(request, error)
-        if response is not None:
-            await response(scope, receive, send)
-
-    async def _answer(self, request: Request, send: Send) -> Response | None:
-        """The answer, or None if it was streamed or nobody waits for it any more."""
-        if request.method != "POST":
-            response = problem(request, BadRequest("use POST"), 405)
-            response.headers["allow"] = "POST"
-            return response
-        call = await self._call(request)
-        if not call.request.get("stream"):
-            body = await while_connected(request.receive, self._whole(call, request))
-            return body
-        out = EventStream(send, lambda: self._s.proxy.headers(call))
-        return await while_connected(request.receive, self._stream(call, out, request))
-
-    async def _whole(self, call: Call, request: Request) -> Response:
-        try:
-            body = await self._s.proxy.whole(call)
-        except ReefError as error:
-            return self._with_receipt(problem(request, error), call)
-        return Response(orjson.dumps(body), 200, self._s.proxy.headers(call), "application/json")
-
-    async def _stream(self, call: Call, out: EventStream, request: Request) -> Response | None:
-        try:
-            await self._s.proxy.stream(call, out)
-        except ReefError as error:
-            return self._with_receipt(problem(request, error), call)
-        return None
-
-    def _with_receipt(self, response: Response, call: Call) -> Response:
-        response.headers.update(self._s.proxy.headers(call))
-        return response
-
-    async def _call(self, request: Request) -> Call:
-        """The request, checked and translated. Raises BadRequest."""
-        config = self._s.config
-        headers = dict(request.headers)
-        caller = identify(headers, config.server.keys)
-        raw = await read_body(request, self._s.limits)
-        body = self._dialect.check(await aside(len(raw), parse, raw, self._s.limits))
-        scenario = scenario_of(headers, caller, config)
-        await self._check_model(body, scenario)
-        if self._blind and (where := first_media(body)):
-            refuse(where, "can't be read: the engine takes text only")
-        full = body
-        if self._dialect.api is Api.RESPONSES:
-            full = await self._s.history.expand(body, caller.name, scenario)
-        asked = self._dialect.to_engine(full)
-        return Call(self._dialect, scenario, caller.name, without_secrets(headers), body, asked, len(raw))
-
-    @property
-    def _blind(self) -> bool:
-        engine = self._s.config.engine
-        return engine.kind == "embedded" or not engine.vision
-
-    async def _check_model(self, body: dict[str, Any], scenario: str) -> None:
-        if self._s.config.server.models == "any":
-            return
-        known = await model_names(self._s, scenario)
-        if body.get("model") not in known:
-            raise UnknownModel(
-                f"the model '{body.get('model')}' does not exist; served: {', '.join(known)}", param="model"
-            )
-
-
-def scenario_of(headers: dict[str, str], caller: Caller, config: Config) -> str:
-    """The scenario a request belongs to. Raises Forbidden if its key is bound to another."""
-    asked = headers.get("x-reef-scenario")
-    if caller.scenario and asked not in (None, caller.scenario):
-        raise Forbidden(f"this key belongs to scenario '{caller.scenario}'")
-    name = caller.scenario or asked or config.policy.scenario
-    if not name.replace("-", "").replace("_", "").isalnum() or len(name) > 64:
-        raise BadRequest("a scenario's name has at most 64 letters, digits, '-' and '_'")
-    return name
-
-
-async def model_names(services: Services, scenario: str) -> list[str]:
-    """Names a client may use under `strict`: the base model's and the scenario's."""
-    return list(dict.fromkeys((await services.publisher.base_model(), scenario)))
 
 
 def _openai_model(name: str) -> dict[str, Any]:
