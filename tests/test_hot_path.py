@@ -22,7 +22,7 @@ from reef.store.log import LogReader, LogWriter
 from reef.store.migrations import LOG
 from reef.wire.answer import Answer
 from reef.wire.sse import Splitter
-from reef.wire.tokenids import WrittenIds, named_ids, take_prompt_ids
+from reef.wire.tokenids import _PIECE, WrittenIds, named_ids, take_prompt_ids
 from tests.records import record
 from tests.stack import stack
 
@@ -50,6 +50,14 @@ def test_prompt_ids_left_as_written_are_those_the_parser_reads(
 def test_a_list_that_is_not_plainly_of_ids_is_left_to_the_parser(ids: str) -> None:
     content = f"{{{KEY}{ids}]}}".encode()
     assert take_prompt_ids(content) == (content, None)
+
+
+@pytest.mark.parametrize("at", [_PIECE - 2, _PIECE - 1, _PIECE, 2 * _PIECE - 1])
+def test_two_commas_in_a_long_list_of_ids_are_found_wherever_they_stand(at: int) -> None:
+    ids = "1," * (at // 2) + ("1" if at % 2 else "12") + ",,1" + ",1" * _PIECE
+    assert take_prompt_ids(f"{{{KEY}1,{ids}]}}".encode())[1] is None
+    good = take_prompt_ids(f"{{{KEY}1,{ids.replace(',,', ',')}]}}".encode())[1]
+    assert good and len(good) > _PIECE
 
 
 @given(st.lists(st.integers(0, 10**6).map(lambda n: f"token_id:{n}") | TEXTS, max_size=8))
