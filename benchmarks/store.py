@@ -30,8 +30,9 @@ from reef.store.columns import to_json  # noqa: E402
 from reef.store.database import Durability, open_database  # noqa: E402
 from reef.store.log import LogReader, LogWriter  # noqa: E402
 from reef.store.migrations import LOG  # noqa: E402
+from reef.store.rows import exchange_row  # noqa: E402
 from reef.store.schema import exchanges  # noqa: E402
-from reef.store.writer import BATCH, exchange_row  # noqa: E402
+from reef.store.writer import BATCH  # noqa: E402
 from reef.wire.exchange import Exchange  # noqa: E402
 from tests.records import record, sampled  # noqa: E402
 

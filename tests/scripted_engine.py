@@ -183,17 +183,15 @@ def scripted_app(script: Script) -> Starlette:
             script.requests.append(body)
         if (refused := await refuse(body)) is not None:
             return refused
-        prompt = (
-            body["prompt"]
-            if isinstance(body["prompt"], str)
-            else "".join(chr(token % 0xD800) for token in body["prompt"])
-        )
+        given = body["prompt"]
+        given = given[0] if isinstance(given, list) and isinstance(given[0], str | list) else given
+        prompt = given if isinstance(given, str) else "".join(chr(token % 0xD800) for token in given)
         text = f" and {prompt}"
 
-        def choice(piece: str, finish: str | None) -> dict[str, Any]:
+        def choice(piece: str, finish: str | None, *, first: bool = True) -> dict[str, Any]:
             tops = [{f"token_id:{t + k}": logprob(t) - k for k in range(TOP)} for t in ids(piece)]
             told = {"tokens": list(piece), "token_logprobs": [logprob(t) for t in ids(piece)], "top_logprobs": tops}
-            exact = {"token_ids": ids(piece), "prompt_token_ids": ids(prompt)}
+            exact = {"token_ids": ids(piece), **({"prompt_token_ids": ids(prompt)} if first else {})}
             return {"index": 0, "text": piece, "finish_reason": finish, "logprobs": told, **exact}
 
         head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": body["model"]}
@@ -202,7 +200,7 @@ def scripted_app(script: Script) -> Starlette:
 
         async def parts() -> AsyncIterator[bytes]:
             for n, char in enumerate(text):
-                chunk = {**head, "choices": [choice(char, "length" if n == len(text) - 1 else None)]}
+                chunk = {**head, "choices": [choice(char, "length" if n == len(text) - 1 else None, first=n == 0)]}
                 yield f"data: {json.dumps(chunk)}\n\n".encode()
             yield b"data: [DONE]\n\n"
 

@@ -181,3 +181,12 @@ def test_a_turn_can_be_kept_out_of_training_and_models_can_be_strict(tmp_path: P
             assert HTTP.post(url, json={**body, "model": "default"}, headers={"x-reef-train": "off"}).status_code == 200
         running.observer().step()
         assert running.fates() == {"opted_out": len(GOOD)}
+
+
+@pytest.mark.parametrize("asked", [{"output_format": {"type": "json_schema"}}, {"output_config": {"format": {}}}])
+def test_counting_the_tokens_of_a_format_without_a_schema_is_a_400(running: Stack, asked: dict[str, Any]) -> None:
+    for path in ("/v1/messages/count_tokens", "/v1/messages"):
+        response = HTTP.post(f"{running.url}{path}", json={**GOOD["messages"], **asked})
+        assert response.status_code == 400 and ".schema" in response.json()["error"]["message"]
+    shape = {"output_format": {"type": "json_schema", "schema": {}}}
+    assert HTTP.post(f"{running.url}/v1/messages/count_tokens", json={**GOOD["messages"], **shape}).status_code == 200

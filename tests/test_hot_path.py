@@ -20,9 +20,10 @@ from reef.store.columns import Json, to_json
 from reef.store.database import open_database
 from reef.store.log import LogReader, LogWriter
 from reef.store.migrations import LOG
-from reef.wire.answer import Answer
+from reef.wire.answer import READ_AT_BYTES, Answer
+from reef.wire.exchange import Sampling
 from reef.wire.sse import Splitter
-from reef.wire.tokenids import WrittenIds, named_ids, take_prompt_ids
+from reef.wire.tokenids import _PIECE, WrittenIds, named_ids, take_prompt_ids
 from tests.records import record
 from tests.stack import stack
 
@@ -50,6 +51,14 @@ def test_prompt_ids_left_as_written_are_those_the_parser_reads(
 def test_a_list_that_is_not_plainly_of_ids_is_left_to_the_parser(ids: str) -> None:
     content = f"{{{KEY}{ids}]}}".encode()
     assert take_prompt_ids(content) == (content, None)
+
+
+@pytest.mark.parametrize("at", [_PIECE - 2, _PIECE - 1, _PIECE, 2 * _PIECE - 1])
+def test_two_commas_in_a_long_list_of_ids_are_found_wherever_they_stand(at: int) -> None:
+    ids = "1," * (at // 2) + ("1" if at % 2 else "12") + ",,1" + ",1" * _PIECE
+    assert take_prompt_ids(f"{{{KEY}1,{ids}]}}".encode())[1] is None
+    good = take_prompt_ids(f"{{{KEY}1,{ids.replace(',,', ',')}]}}".encode())[1]
+    assert good and len(good) > _PIECE
 
 
 @given(st.lists(st.integers(0, 10**6).map(lambda n: f"token_id:{n}") | TEXTS, max_size=8))
@@ -149,3 +158,66 @@ def test_a_fault_of_reef_itself_is_an_error_in_the_dialect(tmp_path: Path, monke
         body = {"max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}
         answer = httpx.post(f"{s.url}/v1/messages", json=body)
         assert (answer.status_code, answer.json()["type"]) == (500, "error")
+
+
+TOP = st.tuples(st.integers(0, 10**6), st.floats(-1e4, 0), st.none() | st.lists(st.integers(0, 255), max_size=4))
+TOKEN = st.tuples(TOP, st.lists(TOP, max_size=4))
+
+
+def entry(top: tuple[int, float, Any], name: str = "token_id:%d") -> dict[str, Any]:
+    return {"token": name.replace("%d", str(top[0])), "logprob": top[1], "bytes": top[2]}
+
+
+def events(tokens: list[Any], name: str) -> list[bytes]:
+    """An answer, each token as one event."""
+    out = []
+    for n, (top, tops) in enumerate(tokens):
+        content = [{**entry(top, name), "top_logprobs": [entry(t, name) for t in tops]}]
+        end = "stop" if n == len(tokens) - 1 else None
+        choice = {"index": 0, "delta": {"content": "x"}, "token_ids": [top[0]], "logprobs": {"content": content}}
+        out.append(orjson.dumps({"id": "c", "prompt_token_ids": [1], "choices": [{**choice, "finish_reason": end}]}))
+    return out
+
+
+@given(
+    st.lists(TOKEN, min_size=1, max_size=5),
+    st.sampled_from(["token_id:%d", "x", 'a"]}]}]},%d', '"logprobs":{"content":[', "token_id:-%d", "token_id:0%d", ""]),
+    st.integers(0, 9),
+)
+def test_log_probs_read_at_the_end_are_those_read_event_by_event(tokens: list[Any], odd: str, at: int) -> None:
+    given_events = events(tokens, "token_id:%d")
+    if at < len(tokens):  # one event has tokens by another name
+        given_events[at] = events(tokens, odd)[at]
+    plain, fast = Answer({}), Answer({})
+    shown = [(plain.chunk(orjson.loads(event)), fast.chunk(fast.load(event))) for event in given_events]
+    for slow_one, fast_one in shown:
+        assert slow_one == fast_one
+    sampled, known = fast.sampled(0, Sampling(1.0)), plain.sampled(0, Sampling(1.0))
+    assert sampled is not None and known is not None
+    assert to_json(sampled.to_json()) == to_json(known.to_json()) and sampled.topk == known.topk
+    assert all(type(p) is float for row in sampled.topk for _, p in row)
+    whole = Answer({})
+    content = orjson.dumps({"choices": [{"logprobs": {"content": []}}]})
+    assert whole.whole(whole.load(content)) == {"choices": [{"logprobs": None}]}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [b'"logprob":"x"', b'"logprob":null', b'"logprob":-', b'"logprob":[1]', b'"logprob":1,', b'"log":1'],
+)
+def test_log_probs_that_are_none_are_an_unreadable_answer(broken: bytes) -> None:
+    answer = Answer({})
+    (event,) = events([((5, -1.0, None), [(5, -1.0, None)])], "token_id:%d")
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        answer.chunk(answer.load(event.replace(b'"logprob":-1.0', broken)))
+
+
+def test_log_probs_of_a_long_stream_are_read_on_the_way() -> None:
+    answer = Answer({})
+    tokens = [((n, -1.0, None), [(k, -float(k), None) for k in range(16)]) for n in range(1000)]
+    most = 0
+    for event in events(tokens, "token_id:%d"):
+        answer.chunk(answer.load(event))
+        most = max(most, answer._unread_bytes)
+    assert most < READ_AT_BYTES + 2000 and answer._unread_bytes == 0
+    assert len(answer.logprobs) == len(answer.topk) == 1000

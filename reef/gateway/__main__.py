@@ -67,7 +67,7 @@ def gateway_app(config: Config) -> Starlette:
     memo = ServedMemo(MemoStore(learn)) if config.policy.serve_memo else None
     proxy = Proxy(config, engine, publisher, writer, memo)
     kept = Kept(config.store.keep_days, int(config.store.keep_gb * 2**30) if config.store.keep_gb else None)
-    upkeep = Upkeep(publisher, reader, shared(log), Retention(log, learn, writer, kept) if kept else None, memo)
+    upkeep = Upkeep(publisher, reader, writer, shared(log), Retention(log, learn, writer, kept) if kept else None, memo)
 
     async def forget(session: str) -> dict[str, Any]:
         return await forget_session(session, log, learn, writer)

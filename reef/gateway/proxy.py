@@ -21,7 +21,7 @@ from ulid import ULID
 from reef.config import Config
 from reef.engine.base import EngineClient
 from reef.errors import ReefError, StoreError, UpstreamError
-from reef.gateway.body import aside
+from reef.gateway.body import LARGE, aside
 from reef.gateway.delivery import EventStream
 from reef.gateway.errors import status_of
 from reef.gateway.memo import ServedMemo
@@ -35,6 +35,8 @@ from reef.wire.exchange import Api, Delivered, Exchange
 RETRIED = frozenset({429, 500, 502, 503, 529})
 """statuses of an engine that may do better in a moment"""
 LONGEST_PAUSE_S = 5.0
+TOKEN_BYTES = 500
+"""of a sampled token in a record, about"""
 DRAIN_S = 0.2
 """how long an engine may keep a stream open after its last event"""
 
@@ -253,7 +255,8 @@ class Proxy:
             error=error,
             memo=call.memo,
         )
-        await self._writer.exchange(exchange)
+        size = call.size + TOKEN_BYTES * len(call.answer.token_ids)
+        await self._writer.exchange(exchange, large=size > LARGE)
 
 
 def _translate_whole(call: Call, content: bytes) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ from sqlalchemy import Engine
 
 from reef.gateway.memo import REFRESH_S, ServedMemo
 from reef.releases.publish import Publisher
-from reef.store.log import LogReader
+from reef.store.log import LogReader, LogWriter
+from reef.store.pieces import LEFTOVER_S, remove_leftovers
 from reef.store.retention import Retention
 
 log = logging.getLogger("reef.upkeep")
@@ -29,6 +31,7 @@ class Upkeep:
 
     publisher: Publisher
     reader: LogReader
+    writer: LogWriter
     shared_log: bool
     """other gateways may write the log, and switch versions, too"""
     retention: Retention | None = None
@@ -36,7 +39,7 @@ class Upkeep:
 
     async def run(self) -> None:
         """Until cancelled."""
-        work = []
+        work = [_every(SWEEP_S, "removing unfinished records", self._tidy)]
         if self.shared_log:
             work.append(_every(FOLLOW_S, "following the served versions", self._follow))
         if self.retention is not None:
@@ -44,6 +47,10 @@ class Upkeep:
         if self.memo is not None:
             work.append(_every(REFRESH_S, "reading the memo", self.memo.refresh))
         await asyncio.gather(*work)
+
+    async def _tidy(self) -> None:
+        before = time.time() - LEFTOVER_S
+        await self.writer.change(lambda c: remove_leftovers(c, before))
 
     async def _follow(self) -> None:
         await self.publisher.follow(lambda: asyncio.to_thread(self.reader.served))

@@ -24,6 +24,7 @@ SEQ = BigInteger().with_variant(Integer, "sqlite")
 MARK = "\x1a"
 """first character of text that is stored as JSON"""
 LONGEST_KEY = 256
+_PIECE = 1 << 20
 _ENCODE = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=lambda value: list(_ids(value))).encode
 _OPTIONS = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_SUBCLASS
 
@@ -83,7 +84,7 @@ def to_json(value: Any) -> str:
     and an integer is written whole, however long."""
     try:
         text = orjson.dumps(value, _as_written, _OPTIONS)
-        if b"null" not in text or _finite(value):  # orjson writes a number that is not finite as null
+        if not _has_null(text) or _finite(value):  # orjson writes a number that is not finite as null
             return text.decode()
     except TypeError:
         pass
@@ -91,6 +92,11 @@ def to_json(value: Any) -> str:
         return _ENCODE(value)
     except ValueError:
         return _ENCODE(_named(value))
+
+
+def _has_null(text: bytes) -> bool:
+    """Looks piece by piece: other threads wait meanwhile."""
+    return any(text.find(b"null", at, at + _PIECE + 3) >= 0 for at in range(0, len(text), _PIECE))
 
 
 def _as_written(value: Any) -> orjson.Fragment:

@@ -15,6 +15,8 @@ from typing import Any
 from sqlalchemy import Connection, Engine, delete, select, text, update
 
 from reef.sessions.fate import WAITING, Fate
+from reef.store.pieces import remove as remove_pieces
+from reef.store.rows import append
 from reef.store.schema import (
     bindings,
     claims,
@@ -31,7 +33,6 @@ from reef.store.schema import (
     turns,
     verdicts,
 )
-from reef.store.writer import append
 
 FORGOTTEN = "forgotten"
 ERASED_HEADER = "x-reef-erased"
@@ -43,10 +44,12 @@ def erase_in_log(c: Connection, ids: Sequence[str], why: str) -> int:
     """Empty exchanges (of forgotten ones also the feedback that names them) and append the erasure; returns
     its seq. The caller holds the log's write lock."""
     headers = {"x-reef-train": "off", ERASED_HEADER: why}  # to whoever reads it later it is opted out
-    empty = {"headers": headers, "request": {}, "response": None, "sampled": None, "error": None, "memo": None}
+    empty = {"headers": headers, "request": {}, "response": None, "sampled": None, "error": None}
+    empty |= {"memo": None, "pieces": None}
     for some in _chunks(ids):
         mine = exchanges.c.id.in_(some)
         c.execute(update(exchanges).where(mine, exchanges.c.erased.is_(None)).values(**empty, size=0, erased=why))
+        remove_pieces(c, some)
     if why == FORGOTTEN:  # rare, unlike retention, so reports need no index by what they name
         gone = set(ids)
         said = select(reports.c.seq, reports.c.references).where(reports.c.feedback.is_not(None))
@@ -130,7 +133,7 @@ def scrub(engine: Engine) -> bool:
                 c.invalidate()  # its busy_timeout is not for others
         return not busy
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as c:
-        for name in ("exchanges", "reports", "bindings", "verdicts", "turn_reports", "turns", "fates"):
+        for name in ("exchanges", "pieces", "reports", "bindings", "verdicts", "turn_reports", "turns", "fates"):
             if c.execute(text("SELECT to_regclass(:name)"), {"name": name}).scalar():
                 c.execute(text(f"VACUUM {name}"))
     return True

@@ -7,14 +7,17 @@ training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Engine, Row, Table, func, select
+from sqlalchemy import Connection, Engine, Row, Table, func, select
 
+from reef.errors import StoreError
+from reef.store.pieces import joined
+from reef.store.rows import exchange_row
 from reef.store.schema import erasures, exchanges, gaps, reports, serving
-from reef.store.writer import LogWriter, exchange_row
+from reef.store.writer import LogWriter
 from reef.wire.exchange import Api, Delivered, Exchange, Sampled
 
 __all__ = ["Erasure", "LogReader", "LogWriter", "StoredReport", "exchange_row"]
@@ -50,12 +53,12 @@ class LogReader:
         query = select(exchanges) if tokens else select(*(c for c in exchanges.c if c.name != "sampled"))
         query = query.where(exchanges.c.seq > after).order_by(exchanges.c.seq).limit(limit)
         with self._engine.connect() as connection:
-            return [_exchange(row) for row in connection.execute(query)]
+            return [_exchange(_values(connection, row)) for row in connection.execute(query).all()]
 
     def get(self, id: str) -> Exchange | None:
         with self._engine.connect() as connection:
             row = connection.execute(select(exchanges).where(exchanges.c.id == id)).first()
-            return _exchange(row) if row else None
+            return _exchange(_values(connection, row)) if row else None
 
     def everything(self) -> Iterator[Exchange]:
         """All exchanges that still have their words, in commit order."""
@@ -64,9 +67,10 @@ class LogReader:
             query = select(exchanges).where(exchanges.c.seq > at, exchanges.c.erased.is_(None))
             with self._engine.connect() as connection:
                 rows = connection.execute(query.order_by(exchanges.c.seq).limit(256)).all()
+                found = [_values(connection, row) for row in rows]
             if not rows:
                 return
-            yield from map(_exchange, rows)
+            yield from (_exchange(values) for values in found if values["erased"] is None)
             at = rows[-1].seq
 
     def newest_seq(self) -> int:
@@ -108,21 +112,36 @@ class LogReader:
             return {row.scenario: row.version for row in rows}
 
 
-def _exchange(row: Row[Any]) -> Exchange:
+def _values(connection: Connection, row: Row[Any]) -> Mapping[str, Any]:
+    """A row's columns, put together again where they are in pieces."""
+    values = dict(row._mapping)
+    if not row.pieces:
+        return values
+    large = joined(connection, row)
+    if large is not None:
+        return {**values, **large}
+    again = connection.execute(select(exchanges).where(exchanges.c.id == row.id)).one()
+    if again.pieces:  # else it was erased after its row was read
+        raise StoreError(f"pieces of the record {row.id} are missing")
+    return dict(again._mapping)
+
+
+def _exchange(values: Mapping[str, Any]) -> Exchange:
+    sampled = values.get("sampled")
     return Exchange(
-        id=row.id,
-        time=row.time,
-        started=row.started,
-        api=Api(row.api),
-        scenario=row.scenario,
-        client=row.client,
-        headers=row.headers,
-        request=row.request,
-        response=row.response,
-        status=row.status,
-        delivered=Delivered(row.delivered),
-        sampled=Sampled.from_json(row.sampled) if "sampled" in row._fields and row.sampled else None,
-        error=row.error,
-        memo=tuple(row.memo or ()),
-        seq=row.seq,
+        id=values["id"],
+        time=values["time"],
+        started=values["started"],
+        api=Api(values["api"]),
+        scenario=values["scenario"],
+        client=values["client"],
+        headers=values["headers"],
+        request=values["request"],
+        response=values["response"],
+        status=values["status"],
+        delivered=Delivered(values["delivered"]),
+        sampled=Sampled.from_json(sampled) if sampled else None,
+        error=values["error"],
+        memo=tuple(values["memo"] or ()),
+        seq=values["seq"],
     )

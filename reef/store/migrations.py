@@ -92,6 +92,12 @@ def _log_memo(connection: Connection) -> None:
     add_columns(connection, schema.exchanges.c.memo)
 
 
+def _log_pieces(connection: Connection) -> None:
+    """Large records are written in pieces."""
+    add_columns(connection, schema.exchanges.c.pieces)
+    schema.log_metadata.create_all(connection, tables=[schema.pieces])
+
+
 def _learn_claims(connection: Connection) -> None:
     """Each turn is claimed by the step that trains it."""
     schema.learn_metadata.create_all(connection, tables=[schema.claims])
@@ -117,5 +123,5 @@ def _match_memory(connection: Connection) -> None:
     schema.learn_metadata.create_all(connection, tables=[schema.match_nodes, schema.match_keys])
 
 
-LOG = Schema("log", (schema.log_metadata.create_all, _log_erasures_and_gaps, _log_memo))
+LOG = Schema("log", (schema.log_metadata.create_all, _log_erasures_and_gaps, _log_memo, _log_pieces))
 LEARN = Schema("learn", (schema.learn_metadata.create_all, _learn_claims, _match_memory, _memo))

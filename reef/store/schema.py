@@ -6,7 +6,19 @@ only source of truth: everything in `learn` but the verdicts can be derived from
 
 from __future__ import annotations
 
-from sqlalchemy import Boolean, Column, Double, Index, Integer, LargeBinary, MetaData, Table, UniqueConstraint, text
+from sqlalchemy import (
+    Boolean,
+    Column,
+    Double,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    UniqueConstraint,
+    text,
+)
 
 from reef.store.columns import SEQ, Json, Words
 
@@ -34,6 +46,7 @@ exchanges = Table(
     Column("size", Integer, nullable=False, server_default=text("0")),  # bytes of its JSON; 0 once erased
     Column("erased", Words),  # why its words and tokens are gone: forgotten, age, size
     Column("memo", Json),  # rules that were put into its prompt; null for none
+    Column("pieces", Json),  # of a large record: its columns that are in `pieces`, and in how many each
     sqlite_autoincrement=True,
 )
 kept = Index(
@@ -43,6 +56,17 @@ kept = Index(
     exchanges.c.size,
     sqlite_where=exchanges.c.erased.is_(None),
     postgresql_where=exchanges.c.erased.is_(None),
+)
+
+pieces = Table(
+    "pieces",
+    log_metadata,
+    Column("id", Words, primary_key=True),  # the exchange's receipt
+    Column("part", Words, primary_key=True),  # its column
+    Column("n", Integer, primary_key=True, autoincrement=False),  # 0, 1, 2, ...
+    Column("text", Text, nullable=False),  # of the column's JSON
+    Column("time", Double, nullable=False),  # when it was written, before its row
+    Index("pieces_time", "time", "id"),
 )
 
 reports = Table(

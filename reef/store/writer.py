@@ -1,7 +1,8 @@
 """Appending to the record log: one thread that commits whatever waits in a bounded queue.
 
 Invariant: a caller is told of success only after its row is committed, and `seq` is the commit order
-without gaps, since it is assigned under the database's write lock. When the disk refuses, the writer says
+without gaps, since it is assigned under the database's write lock. No transaction is long: large records are
+written in pieces, with the records of others between them. When the disk refuses, the writer says
 so (`admit`), probes once a second and records the gap itself once it can. Knows nothing of sessions,
 fates or training.
 """
@@ -14,22 +15,26 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sqlalchemy import Connection, Engine, Table, func, insert, select
+from sqlalchemy import Connection, Engine, Table, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from reef.errors import StoreError
 from reef.store.checkpoints import Checkpoints
-from reef.store.columns import Raw, key, to_json, words
+from reef.store.columns import key
+from reef.store.pieces import Piece, check_whole, put, remove_unfinished, split
+from reef.store.rows import append, append_exchanges, exchange_row
 from reef.store.schema import exchanges, gaps, reports, serving
 from reef.store.transactions import Trouble, trouble, writing
 from reef.wire.exchange import Exchange
 
 log = logging.getLogger("reef.log")
 BATCH = 256
+BATCH_BYTES = 4 << 20
 RECONNECT_S = 20.0
 """how long records wait for a database that went away"""
 PROBE_S = 1.0
@@ -41,11 +46,18 @@ Change = Callable[[Connection], Any]
 
 @dataclass(slots=True)
 class _Row:
-    """A row to append; made in the writer's thread."""
+    """A row to append; made in the writer's thread unless it was before."""
 
     table: Table
     make: Callable[[], Mapping[str, Any]]
     caller: asyncio.Future[Any]
+    row: Mapping[str, Any] | None = None
+
+    def size(self) -> int:
+        """Bytes of an exchange's JSON."""
+        if self.row is None:
+            self.row = self.make()
+        return self.row.get("size", 0)
 
 
 @dataclass(slots=True)
@@ -54,6 +66,14 @@ class _Change:
 
     run: Change
     caller: asyncio.Future[Any]
+
+
+@dataclass(slots=True)
+class _Large:
+    """A record on its way in pieces, its own row last."""
+
+    row: _Row
+    pieces: deque[Piece]
 
 
 Outcome = tuple[asyncio.Future[Any], Any]
@@ -92,6 +112,7 @@ class LogWriter:
         self._checkpoints = Checkpoints(engine)
         self._written = 0
         """bytes of exchanges since the checkpoints were told"""
+        self._large: deque[_Large] = deque()
         self._capacity = capacity
         self._queue: queue.SimpleQueue[_Row | _Change | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
@@ -110,16 +131,18 @@ class LogWriter:
         gap = self._gap
         return gap.reason if gap else None
 
-    async def exchange(self, exchange: Exchange) -> bool:
+    async def exchange(self, exchange: Exchange, *, large: bool = False) -> bool:
         """Append an exchange; returns once it is durable. False when there is no room and the
         configuration lets the answer pass unrecorded. A caller that is cancelled meanwhile takes nothing
-        along: the exchange is appended all the same. Raises StoreError."""
+        along: the exchange is appended all the same. One that is `large`, in megabytes, is made into a row
+        by a thread that no other record waits for. Raises StoreError."""
 
         def row() -> dict[str, Any]:
             return exchange_row(self._redact(exchange) if self._redact else exchange)
 
+        item = _Row(exchanges, row, _waiting())
         try:
-            await self._put(_Row(exchanges, row, _waiting()))
+            await self._put(item, large=large)
         except StoreError:
             if self._gap is None or self._when_full == "refuse":
                 raise
@@ -156,14 +179,18 @@ class LogWriter:
         self._thread.join()
         self._checkpoints.close()
 
-    async def _put(self, item: _Row | _Change) -> Any:
-        if self._queue.qsize() < self._capacity:
+    async def _put(self, item: _Row | _Change, *, large: bool = False) -> Any:
+        if self._queue.qsize() < self._capacity and not large:
             self._queue.put(item)
-        else:  # back-pressure: the caller waits, the event loop does not
+        else:  # the caller waits, the event loop does not
             await asyncio.shield(asyncio.ensure_future(self._put_later(item)))
         return await item.caller
 
     async def _put_later(self, item: _Row | _Change) -> None:
+        """Once its row is made, and there is room."""
+        if isinstance(item, _Row):
+            with contextlib.suppress(Exception):  # the writer tries again, and tells the caller
+                await asyncio.to_thread(item.size)
         while self._queue.qsize() >= self._capacity:
             await asyncio.sleep(ROOM_S)
         self._queue.put(item)
@@ -171,36 +198,86 @@ class LogWriter:
     # the writer's thread
 
     def _run(self) -> None:
-        while True:
+        stop = False
+        while not stop or self._large:
+            batch: list[_Row | _Change] = []
+            if not stop:
+                batch, stop = self._next()
             try:
-                first = self._queue.get(timeout=PROBE_S if self._gap else None)
-            except queue.Empty:
-                self._probe()
-                continue
-            if first is None:
-                return
-            batch = [first]
-            stop = False
-            while len(batch) < BATCH:
-                try:
-                    item = self._queue.get_nowait()
-                except queue.Empty:
-                    break
-                if item is None:
-                    stop = True
-                    break
-                batch.append(item)
-            try:
-                self._commit(batch)
+                for some in self._portions(batch):
+                    _tell(list(zip([item.caller for item in some], self._commit(some), strict=True)))
+                if self._large:
+                    self._go_on(self._large[0])
             except Exception as error:  # whatever it is, callers must hear of it and the thread must live
                 log.exception("the record log failed")
-                _tell([(item.caller, StoreError(f"the record could not be written: {error!r}")) for item in batch])
+                lost = [*batch, *(large.row for large in self._large)]
+                self._large.clear()
+                _tell([(item.caller, StoreError(f"the record could not be written: {error!r}")) for item in lost])
             self._checkpoints.wrote(self._written)
             self._written = 0
-            if stop:
-                return
 
-    def _commit(self, batch: Sequence[_Row | _Change]) -> None:
+    def _next(self) -> tuple[list[_Row | _Change], bool]:
+        """What waits, up to a batch, and whether to stop after it. Waits for something to come unless there is a
+        large record to go on with."""
+        batch: list[_Row | _Change] = []
+        try:
+            if not self._large:
+                item = self._queue.get(timeout=PROBE_S if self._gap else None)
+                if item is None:
+                    return batch, True
+                batch.append(item)
+            while len(batch) < BATCH:
+                item = self._queue.get_nowait()
+                if item is None:
+                    return batch, True
+                batch.append(item)
+        except queue.Empty:
+            if not batch and not self._large:
+                self._probe()
+        return batch, False
+
+    def _portions(self, batch: Sequence[_Row | _Change]) -> Iterator[list[_Row | _Change]]:
+        """The batch as transactions of some megabytes at most, large records set aside."""
+        portion: list[_Row | _Change] = []
+        size = 0
+        for item in batch:
+            if isinstance(item, _Row) and item.table is exchanges:
+                with contextlib.suppress(Exception):  # it fails again when it is written, and its caller hears of it
+                    size += item.size()
+                    assert item.row is not None
+                    item.row, pieces = split(item.row)
+                    if pieces:
+                        size -= item.size()
+                        self._large.append(_Large(item, deque(pieces)))
+                        continue
+            portion.append(item)
+            if size > BATCH_BYTES:
+                yield portion
+                portion, size = [], 0
+        if portion:
+            yield portion
+
+    def _go_on(self, large: _Large) -> None:
+        """Write the next piece of a large record, or its row."""
+        if large.pieces:
+            piece = large.pieces[0]
+            (outcome,) = self._commit([_Change(lambda c: put(c, piece), large.row.caller)])
+            if not isinstance(outcome, Exception):
+                large.pieces.popleft()
+                self._written += len(piece.text)
+                return
+            if self._gap is not None:
+                self._gap.failed += 1
+        else:
+            (outcome,) = self._commit([large.row])
+        self._large.popleft()
+        if isinstance(outcome, Exception) and large.row.row is not None:  # what is there of it is of no use
+            id = large.row.row["id"]
+            self._commit([_Change(lambda c: remove_unfinished(c, id), large.row.caller)])
+        _tell([(large.row.caller, outcome)])
+
+    def _commit(self, batch: Sequence[_Row | _Change]) -> list[Any]:
+        """The result of each, or the StoreError its caller is to hear of."""
         deadline = time.monotonic() + (RECONNECT_S if self._gap is None else 0.0)
         again = False
         while True:
@@ -212,24 +289,20 @@ class LogWriter:
                     again = True
                     time.sleep(0.2)
                     continue
-                self._failed(batch, error, kind)
-                return
+                return self._failed(batch, error, kind)
             if self._gap is not None:
                 self._probe()
-            _tell([(item.caller, result) for item, result in zip(batch, results, strict=True)])
-            return
+            return results
 
-    def _failed(self, batch: Sequence[_Row | _Change], error: Exception, kind: Trouble) -> None:
+    def _failed(self, batch: Sequence[_Row | _Change], error: Exception, kind: Trouble) -> list[Any]:
         if kind is not Trouble.OTHER and self._gap is None:
             self._gap = _Gap(f"{kind.value}: {getattr(error, 'orig', error)}")
             log.error("nothing can be recorded: %s", self._gap.reason)
         if len(batch) > 1 and kind is not Trouble.LOST:  # one bad row must not take its neighbours along
-            for item in batch:
-                self._commit([item])
-            return
+            return [outcome for item in batch for outcome in self._commit([item])]
         if self._gap is not None:
             self._gap.failed += sum(isinstance(item, _Row) and item.table is exchanges for item in batch)
-        _tell([(item.caller, StoreError(f"the record could not be written: {error}")) for item in batch])
+        return [StoreError(f"the record could not be written: {error}") for _ in batch]
 
     def _write(self, batch: Sequence[_Row | _Change], *, again: bool) -> list[Any]:
         """One transaction. With `again` the last attempt may have committed unseen: ids that are there
@@ -239,8 +312,11 @@ class LogWriter:
             rows: list[tuple[Table, Mapping[str, Any]]] = []
             for n, item in enumerate(batch):
                 if isinstance(item, _Row):
-                    row = item.make()
-                    self._written += row.get("size", 0)
+                    row = item.row or item.make()
+                    if item.table is exchanges and row["pieces"]:
+                        check_whole(connection, row)
+                    else:
+                        self._written += row.get("size", 0)
                     rows.append((item.table, row))
                 else:
                     self._append(connection, rows, again)
@@ -257,7 +333,7 @@ class LogWriter:
                 there = set(connection.execute(select(table.c.id).where(table.c.id.in_(ids))).scalars())
                 mine = [row for row in mine if row["id"] not in there]
             if table is exchanges:
-                _append_exchanges(connection, mine)
+                append_exchanges(connection, mine)
             else:
                 append(connection, table, mine)
 
@@ -301,55 +377,3 @@ def _settle(outcomes: Sequence[Outcome]) -> None:
             caller.set_exception(result)
         else:
             caller.set_result(result)
-
-
-def append(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> int:
-    """Insert rows with the next numbers and return the last one. The caller holds the write lock."""
-    after = connection.execute(select(func.max(table.c.seq))).scalar() or 0
-    if rows:
-        connection.execute(insert(table), [{**row, "seq": after + n} for n, row in enumerate(rows, 1)])
-    return after + len(rows)
-
-
-_COLUMNS = tuple(c.name for c in exchanges.c if c.name not in ("seq", "erased"))
-_ANY_TEXT = ("client", "error")
-"""what may hold characters that a database refuses"""
-
-
-def _append_exchanges(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
-    """`append` for what is written with every request: past SQLAlchemy's types, which cost more than the
-    database does. The caller holds the write lock."""
-    if not rows:
-        return
-    mark = "?" if connection.dialect.paramstyle == "qmark" else "%s"
-    statement = (
-        f"INSERT INTO exchanges (seq, {', '.join(_COLUMNS)}) VALUES "
-        f"((SELECT coalesce(max(seq), 0) + 1 FROM exchanges), {', '.join([mark] * len(_COLUMNS))})"
-    )
-    plain = [{**row, **{name: words(row[name]) for name in _ANY_TEXT if row[name] is not None}} for row in rows]
-    connection.exec_driver_sql(statement, [tuple(row[name] for name in _COLUMNS) for row in plain])
-
-
-def exchange_row(exchange: Exchange) -> dict[str, Any]:
-    """The exchange as a row of `exchanges`, without seq."""
-    parts = {
-        "headers": to_json(dict(exchange.headers)),
-        "request": to_json(exchange.request),
-        "response": to_json(exchange.response) if exchange.response is not None else None,
-        "sampled": to_json(exchange.sampled.to_json()) if exchange.sampled else None,
-        "memo": to_json(list(exchange.memo)) if exchange.memo else None,
-    }
-    return {
-        "id": exchange.id,
-        "time": exchange.time,
-        "started": exchange.started,
-        "api": exchange.api.value,
-        "scenario": exchange.scenario,
-        "client": exchange.client,
-        **{name: Raw(text) if text is not None else None for name, text in parts.items()},
-        "status": exchange.status,
-        "delivered": exchange.delivered.value,
-        "version": exchange.sampled.version if exchange.sampled else None,
-        "error": exchange.error,
-        "size": sum(len(text) if text.isascii() else len(text.encode()) for text in parts.values() if text),
-    }

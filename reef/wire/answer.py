@@ -15,7 +15,10 @@ import orjson
 
 from reef.wire.exchange import Sampled, Sampling
 from reef.wire.tokenids import named_ids, take_prompt_ids
+from reef.wire.toplogprobs import read_logprobs, take_logprobs
 
+READ_AT_BYTES = 1 << 17
+"""of log-probs; reading them takes about a millisecond"""
 _VALUE = itemgetter(1)
 _SHOWN = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "audio")
 
@@ -90,18 +93,34 @@ class Answer:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.topk: list[tuple[tuple[int, float], ...]] = []
+        self._unread: list[bytes] = []
+        """log-probs of the newest tokens, as the engine wrote them"""
+        self._unread_bytes = 0
 
     def load(self, content: bytes) -> Any:
-        """The engine's JSON, less prompt ids the client did not ask for, which are kept. Raises ValueError."""
+        """The engine's JSON, less prompt ids and log-probs the client did not ask for, which are kept. Raises
+        ValueError."""
         if not self._asked_ids:
             content, ids = take_prompt_ids(content)
             if ids is not None:
                 self.prompt_ids = ids
-        return orjson.loads(content)
+        if self._asked_logprobs:
+            return orjson.loads(content)
+        rest, items = take_logprobs(content)
+        if items is None:
+            return orjson.loads(content)
+        try:
+            loaded = orjson.loads(rest)
+        except ValueError:
+            return orjson.loads(content)
+        self._unread.append(items)
+        self._unread_bytes += len(items)
+        return loaded
 
     def whole(self, response: Mapping[str, Any]) -> dict[str, Any]:
         """A non-streamed answer; returns it as the client may see it."""
         self._read(response)
+        self._read_on()
         return self._strip(response)
 
     def chunk(self, chunk: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -112,6 +131,10 @@ class Answer:
 
     def sampled(self, version: int, sampling: Sampling) -> Sampled | None:
         """What was sampled; None unless every token has an id and a log-prob."""
+        try:
+            self._read_on()
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None
         if not self.token_ids or len(self.token_ids) != len(self.logprobs) or not self.prompt_ids:
             return None
         return Sampled(
@@ -123,6 +146,24 @@ class Answer:
             sampling=sampling,
         )
 
+    def _read_on(self) -> None:
+        """Read the log-probs that were left for later: many at a time, since that is cheaper."""
+        if not self._unread:
+            return
+        items, self._unread, self._unread_bytes = b",".join(self._unread), [], 0
+        read = read_logprobs(items)
+        if read is None:
+            self._entries(orjson.loads(b"[%b]" % items))
+        else:
+            self.logprobs += read[0]
+            self.topk += read[1]
+
+    def _entries(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        tops = [entry.get("top_logprobs") or [] for entry in entries]
+        names = [token["token"] for top in tops for token in top]
+        values = [token["logprob"] for top in tops for token in top]
+        self._tokens([entry["logprob"] for entry in entries], list(map(len, tops)), names, values)
+
     def _read(self, part: Mapping[str, Any]) -> None:
         if part.get("prompt_token_ids"):
             self.prompt_ids = tuple(part["prompt_token_ids"])
@@ -130,13 +171,14 @@ class Answer:
             if choice.get("prompt_token_ids"):
                 self.prompt_ids = tuple(choice["prompt_token_ids"])
             self.token_ids += choice.get("token_ids") or []
+            if choice.get("finish_reason") or self._unread_bytes > READ_AT_BYTES:
+                self._read_on()
             logprobs = choice.get("logprobs") or {}
             if entries := logprobs.get("content"):
-                tops = [entry.get("top_logprobs") or [] for entry in entries]
-                names = [token["token"] for top in tops for token in top]
-                values = [token["logprob"] for top in tops for token in top]
-                self._tokens([entry["logprob"] for entry in entries], list(map(len, tops)), names, values)
+                self._read_on()
+                self._entries(entries)
             if sampled := logprobs.get("token_logprobs"):
+                self._read_on()
                 rows = [row or {} for row in (logprobs.get("top_logprobs") or [])[: len(sampled)]]
                 names = [name for row in rows for name in row]
                 values = [value for row in rows for value in row.values()]

@@ -34,7 +34,6 @@ def check_request(body: Any) -> dict[str, Any]:
         fields.refuse("container", "is not supported")
     if body.get("mcp_servers"):
         fields.refuse("mcp_servers", "is not supported: give the tools themselves")
-    _check_format(body)
     edits = fields.objects(fields.mapping(body, "context_management") or {}, "edits", "context_management.")
     for index, edit in enumerate(edits):
         if not str(edit.get("type")).startswith("clear_thinking"):  # which takes away what no engine is sent
@@ -71,6 +70,7 @@ def check_prompt(body: Any) -> dict[str, Any]:
     if thinking is not None:
         fields.required(thinking.get("type"), "thinking.type")
         fields.one_of(thinking, "type", ("enabled", "disabled", "adaptive"), "thinking.")
+    _check_format(body)
     return body
 
 

@@ -27,6 +27,9 @@ class WrittenIds(Sequence[int]):
         """`text`: a JSON list of at least one integer."""
         self.text = text
 
+    def __bool__(self) -> bool:
+        return True
+
     def __len__(self) -> int:
         return self.text.count(b",") + 1
 
@@ -57,9 +60,10 @@ def take_prompt_ids(content: bytes) -> tuple[bytes, WrittenIds | None]:
 
 def _integers(ids: bytes) -> bool:
     """Digits with single commas between them."""
-    if not ids[:1].isdigit() or not ids[-1:].isdigit() or b",," in ids:
+    if not ids[:1].isdigit() or not ids[-1:].isdigit():
         return False
-    return not any(ids[at : at + _PIECE].translate(None, b"0123456789,") for at in range(0, len(ids), _PIECE))
+    pieces = (ids[at : at + _PIECE + 1] for at in range(0, len(ids), _PIECE))  # two commas may stand on an edge
+    return not any(b",," in piece or piece.translate(None, b"0123456789,") for piece in pieces)
 
 
 def named_ids(tokens: Sequence[str]) -> list[int | None]:

@@ -1,0 +1,69 @@
+"""Rows of the log: what an exchange becomes, and how rows are appended.
+
+Invariant: `seq` is the next number, taken under the write lock that the caller holds. Knows no thread and no
+transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Table, func, insert, select
+
+from reef.store.columns import Raw, to_json, words
+from reef.store.schema import exchanges
+from reef.wire.exchange import Exchange
+
+
+def append(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> int:
+    """Insert rows with the next numbers and return the last one. The caller holds the write lock."""
+    after = connection.execute(select(func.max(table.c.seq))).scalar() or 0
+    if rows:
+        connection.execute(insert(table), [{**row, "seq": after + n} for n, row in enumerate(rows, 1)])
+    return after + len(rows)
+
+
+_COLUMNS = tuple(c.name for c in exchanges.c if c.name not in ("seq", "erased"))
+_ANY_TEXT = ("client", "error")
+"""what may hold characters that a database refuses"""
+
+
+def append_exchanges(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
+    """`append` for what is written with every request: past SQLAlchemy's types, which cost more than the
+    database does. The caller holds the write lock."""
+    if not rows:
+        return
+    mark = "?" if connection.dialect.paramstyle == "qmark" else "%s"
+    statement = (
+        f"INSERT INTO exchanges (seq, {', '.join(_COLUMNS)}) VALUES "
+        f"((SELECT coalesce(max(seq), 0) + 1 FROM exchanges), {', '.join([mark] * len(_COLUMNS))})"
+    )
+    plain = [{**row, **{name: words(row[name]) for name in _ANY_TEXT if row[name] is not None}} for row in rows]
+    connection.exec_driver_sql(statement, [tuple(row[name] for name in _COLUMNS) for row in plain])
+
+
+def exchange_row(exchange: Exchange) -> dict[str, Any]:
+    """The exchange as a row of `exchanges`, without seq."""
+    parts = {
+        "headers": to_json(dict(exchange.headers)),
+        "request": to_json(exchange.request),
+        "response": to_json(exchange.response) if exchange.response is not None else None,
+        "sampled": to_json(exchange.sampled.to_json()) if exchange.sampled else None,
+        "memo": to_json(list(exchange.memo)) if exchange.memo else None,
+    }
+    return {
+        "id": exchange.id,
+        "time": exchange.time,
+        "started": exchange.started,
+        "api": exchange.api.value,
+        "scenario": exchange.scenario,
+        "client": exchange.client,
+        **{name: Raw(text) if text is not None else None for name, text in parts.items()},
+        "status": exchange.status,
+        "delivered": exchange.delivered.value,
+        "version": exchange.sampled.version if exchange.sampled else None,
+        "error": exchange.error,
+        "pieces": None,
+        "size": sum(len(text) if text.isascii() else len(text.encode()) for text in parts.values() if text),
+    }
