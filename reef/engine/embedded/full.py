@@ -1,8 +1,8 @@
 """Full weights of a release: the trained layers' own matrices in place of the base's.
 
-In float32 a layer's rows are multiplied by the trained matrix alone, as the trainer did. In bfloat16 its
-difference to the base is multiplied beside the base: rounded to the base's own grid, most of a small update
-would vanish, while the difference keeps eight bits of its own.
+In float32 a layer's rows are multiplied by the trained matrix W', as in the trainer. A bfloat16 base lies on
+a grid on which most of a small update would vanish, from the weights as from a rounded output. So base and
+difference stand side by side there, [W | W' - W], and one product adds both before it rounds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from reef.engine.embedded.adapter import Adapter, Change, RoutedLinear, linear
+from reef.engine.embedded.adapter import Adapter, RoutedLinear, linear
 from reef.errors import ModelError
 from reef.releases.weights import read_weights
 
@@ -24,32 +24,21 @@ _SUFFIX = ".weight"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replacement:
-    """x W'^T instead of x W^T."""
+    """The product with a layer's trained weights."""
 
     weight: Tensor
-    """[out, in]"""
+    """W' [out, in], or [W | W' - W] [out, 2 in]"""
     bias: Tensor | None
     whole: ClassVar[bool] = True
 
     def apply(self, x: Tensor, y: Tensor) -> None:
-        y.copy_(linear(x, self.weight, self.bias))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Difference:
-    """x W^T + x (W' - W)^T."""
-
-    weight: Tensor
-    """W' - W, [out, in]"""
-    whole: ClassVar[bool] = False
-
-    def apply(self, x: Tensor, y: Tensor) -> None:
-        y.add_(linear(x, self.weight, None))
+        both = self.weight.shape[1] > x.shape[1]
+        y.copy_(linear(torch.cat((x, x), 1) if both else x, self.weight, self.bias))
 
 
 def load_full(name: str, path: Path, linears: Mapping[str, RoutedLinear], dtype: torch.dtype) -> Adapter:
     """Read a folder of full weights. Raises ModelError when it is none, or of another model."""
-    changes: dict[str, Change] = {}
+    changes = {}
     for key, tensor in read_weights(path).items():
         base = linears.get(key.removesuffix(_SUFFIX)) if key.endswith(_SUFFIX) else None
         if base is None or tensor.shape != base.weight.shape:
@@ -57,7 +46,8 @@ def load_full(name: str, path: Path, linears: Mapping[str, RoutedLinear], dtype:
         if not tensor.isfinite().all():
             raise ModelError(f"weights {name!r} hold values that are not finite: {key}")
         if dtype == torch.float32:
-            changes[base.name] = Replacement(tensor.clone(), base.bias)  # what was read lies in the file
+            weight = tensor.clone()  # what was read lies in the file
         else:
-            changes[base.name] = Difference((tensor - base.weight.float()).to(dtype))
+            weight = torch.cat((base.weight, (tensor - base.weight.float()).to(dtype)), 1)
+        changes[base.name] = Replacement(weight, base.bias)
     return Adapter(name, str(path), changes)
