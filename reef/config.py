@@ -19,6 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from reef.errors import ConfigError
 from reef.sessions.ladder import HEADERS
 
+MOST_LOADED: Mapping[str, int] = {"lora": 32, "full": 3}
+"""versions kept loaded unless engine.max_adapters says otherwise, by train.method"""
+
 
 class Section(BaseModel):
     """A section of serve.yaml: immutable, unknown keys refused."""
@@ -110,8 +113,11 @@ class EngineConfig(Section):
         default=1, ge=1, description="embedded: torch threads; more than one hurts when others compute too"
     )
     max_batch: int = Field(default=16, ge=1, description="embedded: requests decoded together")
-    max_adapters: int = Field(
-        default=32, ge=1, description="versions kept loaded, over all scenarios; others are loaded when asked for"
+    max_adapters: int | None = Field(
+        default=None,
+        ge=1,
+        description="versions kept loaded, over all scenarios; others are loaded when asked for. Default: 32 with "
+        "train.method lora, 3 with full, where each is as large as the layers that are trained",
     )
     max_context: int = Field(default=2048, ge=64, description="embedded: longest prompt plus reply, tokens")
     top_logprobs: int = Field(default=16, ge=0, le=20, description="top-K recorded with every token")
@@ -180,15 +186,21 @@ class PrmConfig(Section):
 
 class TrainConfig(Section):
     enabled: bool = Field(default=True, description="false: record, match and judge, but never change weights")
-    lr: float = Field(default=6e-4, gt=0, description="AdamW learning rate of the adapter")
+    method: Literal["lora", "full"] = Field(
+        default="lora",
+        description="lora: an adapter; full: the weights of the linear layers themselves (engine.kind embedded only)",
+    )
+    lr: float = Field(
+        default=6e-4, gt=0, description="AdamW learning rate; made for lora, full weights usually take 1e-5"
+    )
     epochs: int = Field(default=2, ge=1, description="passes over a batch with old policy and teacher fixed")
     rank: int = Field(default=16, ge=1, description="LoRA rank")
     alpha: int = Field(default=32, ge=1, description="LoRA alpha")
     layers: float = Field(
-        default=1.0, gt=0, le=1, description="share of the layers that get an adapter, the last ones; fewer is faster"
+        default=1.0, gt=0, le=1, description="share of the layers that are trained, the last ones; fewer is faster"
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="of the frozen base; the adapter and its optimizer are always float32"
+        default="float32", description="of the frozen base; what is trained and its optimizer are always float32"
     )
     device: str = Field(default="cpu", description="where the trainer computes: cpu, cuda, cuda:1, ...")
     seed: int = Field(default=0, description="seed of the adapter's initial values")
@@ -244,6 +256,11 @@ class Config(Section):
     observe: ObserveConfig = ObserveConfig()
 
     @property
+    def max_adapters(self) -> int:
+        """Versions the engine keeps loaded."""
+        return self.engine.max_adapters or MOST_LOADED[self.train.method]
+
+    @property
     def joint_chain(self) -> str | None:
         """The chain all scenarios share; None when each has its own."""
         return self.policy.scenario if self.policy.learning == "joint" else None
@@ -274,6 +291,7 @@ def load_config(
     except ValidationError as error:
         raise ConfigError(explain(error, Config, str(path) if path else "configuration")) from None
     _check_loopback(config.server)
+    _check_method(config)
     return config
 
 
@@ -335,4 +353,12 @@ def _check_loopback(server: ServerConfig) -> None:
     if not server.keys and server.host not in ("127.0.0.1", "localhost", "::1"):
         raise ConfigError(
             f"server.host {server.host} is reachable from other machines: set server.keys, or bind 127.0.0.1"
+        )
+
+
+def _check_method(config: Config) -> None:
+    if config.train.method == "full" and config.engine.kind != "embedded":
+        raise ConfigError(
+            f"train.method full needs engine.kind embedded: engines of kind {config.engine.kind} load LoRA adapters "
+            "only. Set train.method: lora, or engine.kind: embedded"
         )

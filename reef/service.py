@@ -239,6 +239,7 @@ def trainer_command(config: Config, model_dir: Path, recipe_file: Path) -> list[
         *("--recipe", config.recipe_name),
         *("--recipe-config", str(recipe_file)),
         *("--threads", str(config.train.threads)),
+        *("--method", config.train.method),
         *("--rank", str(config.train.rank)),
         *("--alpha", str(config.train.alpha)),
         *("--layers", str(config.train.layers)),

@@ -23,7 +23,7 @@ from reef.releases.chain import content_hash
 from reef.sessions.fate import Fate
 from reef.train.checks import GateLimits
 from reef.train.jobs import Job
-from reef.train.lora import Policy
+from reef.train.lora import LoraPolicy
 from reef.train.trainer import Trainer
 from tests.reports_recipe import Config, ReportsOnly
 from tests.stack import Stack, stack
@@ -65,7 +65,7 @@ def test_a_harmful_batch_is_refused_not_served_and_explained(running: Stack, tin
     (step,) = steps.form()
     folder = running.dir / "steps" / step.id
     job = Job.from_json(json.loads((folder / "job.json").read_text()))
-    policy = Policy.load(tiny_model_dir)
+    policy = LoraPolicy.load(tiny_model_dir)
     limits = GateLimits(length_ratio=50, repeated_4grams=1, missing_eos=1)  # a random model babbles anyway
     trainer = Trainer(
         policy, ReportsOnly(Config()), ModelTokenizer(tiny_model_dir), running.dir / "releases", limits=limits

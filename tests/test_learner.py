@@ -15,7 +15,7 @@ from reef.errors import JudgeError
 from reef.learner.steps import Steps, StepSettings
 from reef.learner.turns import Turns
 from reef.recipe import Turn, Verdict
-from reef.releases.chain import HASHED, content_hash
+from reef.releases.chain import FILES, content_hash
 from reef.sessions.fate import Fate
 from tests.reports_recipe import Config, ReportsOnly
 from tests.stack import Stack, stack
@@ -113,7 +113,7 @@ def test_seventeen_turns_make_four_batches_of_four_and_one_waits(running: Stack)
 
 def adapter_files(folder: Path) -> str:
     """Write what stands for an adapter; returns its content hash."""
-    for name in HASHED:
+    for name in FILES["lora"]:
         (folder / name).write_text("{}")
     return content_hash(folder)
 

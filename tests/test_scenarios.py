@@ -17,7 +17,7 @@ from reef.releases.publish import Publisher
 from reef.store.files import write_json
 from reef.train.checks import GateLimits
 from reef.train.jobs import work
-from reef.train.lora import Policy
+from reef.train.lora import LoraPolicy
 from reef.train.sample import Batch, Sample
 from reef.train.trainer import Trainer
 from tests.stack import Stack, stack
@@ -72,7 +72,7 @@ def test_eight_scenarios_with_opposite_wishes_learn_in_one_process_and_each_serv
     """Two steps each, in turn; then one engine with room for three of them answers all eight."""
     torch.set_num_threads(1)
     tokenizer = ModelTokenizer(tiny_model_dir)
-    trainer = Trainer(Policy.load(tiny_model_dir), Likelihood(), tokenizer, tmp_path / "releases", limits=WIDE)
+    trainer = Trainer(LoraPolicy.load(tiny_model_dir), Likelihood(), tokenizer, tmp_path / "releases", limits=WIDE)
     for version in (1, 2):
         for scenario in EIGHT:
             job = a_job(tokenizer, scenario, version)
@@ -86,6 +86,7 @@ def test_eight_scenarios_with_opposite_wishes_learn_in_one_process_and_each_serv
         publisher = Publisher(engine, tmp_path / "releases", record, {}, max_loaded=3)
         for scenario in EIGHT:
             await publisher.serve(scenario, 2, "test")
+        assert sum(publisher.is_loaded(f"{s}@2") for s in EIGHT) <= 3, "a version that nobody asks for makes room too"
         answers = []
         for scenario in (*EIGHT, *reversed(EIGHT)):
             async with publisher.lease(scenario) as lease:

@@ -21,6 +21,7 @@ from openai import OpenAI
 
 from reef.config import Config, load_config
 from reef.errors import ConfigError, StoreError
+from reef.releases.chain import FILES
 from reef.service import Service
 from reef.store.lock import acquire
 
@@ -106,6 +107,23 @@ def test_reports_become_a_release_that_serves_and_can_be_rolled_back(service: Se
     funnel = until(lambda: (f := get(service, "/reef/funnel")) and not f["unread"] and f)
     assert sum(funnel["fates"].values()) == funnel["exchanges"]
     assert funnel["fates"]["trained"] == 2
+
+
+def test_full_weights_are_trained_served_and_rolled_back(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with Service(config(tmp_path, train__method="full", train__lr="0.001"), tiny_model_dir) as service:
+        service.wait_ready(60)
+        before, _, _ = ask(service, temperature=0)
+        teach(service, expect=1)
+        after, _, _ = ask(service, temperature=0)
+        assert after != before
+        httpx.post(f"{service.url}/reef/releases/0/serve").raise_for_status()
+        assert ask(service, temperature=0)[::2] == (before, "0")  # bitwise
+        httpx.post(f"{service.url}/reef/releases/1/serve").raise_for_status()
+        assert ask(service, temperature=0)[::2] == (after, "1")
+    assert (tmp_path / "data" / "releases" / "default" / "v000001" / FILES["full"][1]).exists()
 
 
 def test_a_swap_during_a_stream_lets_it_finish_on_the_version_it_began_with(service: Service) -> None:

@@ -18,7 +18,7 @@ from sqlalchemy import Engine, event, select, text, update
 
 from reef.errors import StoreError
 from reef.learner.erasing import Erasing
-from reef.releases.chain import HASHED, content_hash
+from reef.releases.chain import FILES, content_hash
 from reef.sessions.fate import Fate
 from reef.sessions.matcher import Matcher
 from reef.store.database import open_database
@@ -341,7 +341,7 @@ def test_a_stack_on_a_shared_log_follows_a_switch_made_by_another_gateway(urls: 
         config = load_config(None, [*pairs, ("store.log", urls[0]), ("store.learn", urls[1])], {})
         folder = tmp_path / "releases" / "default" / "v000001"
         folder.mkdir(parents=True)
-        for name in HASHED:
+        for name in FILES["lora"]:
             (folder / name).write_text("{}")
         about = {"scenario": "default", "version": 1, "parent": 0, "turns": [], "content_hash": content_hash(folder)}
         (folder / "release.json").write_text(json.dumps({**about, "metrics": {}, "gate": {}, "status": "candidate"}))

@@ -36,7 +36,8 @@ from reef.releases.chain import adapter_name, content_hash, list_releases, read_
 from reef.store.files import write_json
 from reef.train import checks, gate
 from reef.train.jobs import Job, pending, work
-from reef.train.lora import WEIGHTS, Policy, Reference
+from reef.train.lora import WEIGHTS, LoraPolicy
+from reef.train.policy import Policy, Reference
 from reef.train.sample import Batch, Context, Sample
 from reef.train.trainer import OPTIMIZER, Trainer
 from reef.wire.exchange import Message, Sampled, Sampling
@@ -71,7 +72,7 @@ def tokenizer(tiny_model_dir: Path) -> ModelTokenizer:
 @pytest.fixture(scope="module")
 def policy(tiny_model_dir: Path) -> Policy:
     torch.set_num_threads(1)
-    return Policy.load(tiny_model_dir)
+    return LoraPolicy.load(tiny_model_dir)
 
 
 def a_sample(
@@ -157,20 +158,20 @@ def test_adapter_comes_back_from_its_folder(policy: Policy, tiny_model_dir: Path
     with torch.no_grad():
         for p in policy.parameters():
             p.add_(0.01)
-    policy.save_adapter(tmp_path)
+    policy.save_weights(tmp_path)
     before, first = policy.tensors(), content_hash(tmp_path)
     policy.fresh(2)
-    policy.load_adapter(tmp_path)
+    policy.load_weights(tmp_path)
     assert all(torch.equal(t, before[n]) for n, t in policy.tensors().items())
-    policy.save_adapter(tmp_path)
+    policy.save_weights(tmp_path)
     assert content_hash(tmp_path) == first
     with pytest.raises(ModelError, match="rank 16"):
-        Policy.load(tiny_model_dir, rank=4).load_adapter(tmp_path)
+        LoraPolicy.load(tiny_model_dir, rank=4).load_weights(tmp_path)
     (tmp_path / WEIGHTS).write_bytes(b"broken")
     with pytest.raises(ModelError, match="can't read"):
-        policy.load_adapter(tmp_path)
+        policy.load_weights(tmp_path)
     with pytest.raises(ModelError, match="can't load"):
-        Policy.load(tmp_path / "absent")
+        LoraPolicy.load(tmp_path / "absent")
 
 
 # --- masks and batches ----------------------------------------------------------------------------
@@ -565,6 +566,6 @@ def test_the_gate_refuses_a_candidate_that_unlearns_accepted_replies(
 
 
 def test_an_adapter_in_the_upper_layers_only_leaves_the_lower_ones_alone(tiny_model_dir: Path) -> None:
-    upper = Policy.load(tiny_model_dir, layers=0.5)
+    upper = LoraPolicy.load(tiny_model_dir, layers=0.5)
     assert {name.split("layers.")[1][0] for name in upper.tensors()} == {"1"}
-    assert len(Policy.load(tiny_model_dir).tensors()) == 2 * len(upper.tensors())
+    assert len(LoraPolicy.load(tiny_model_dir).tensors()) == 2 * len(upper.tensors())

@@ -61,7 +61,7 @@ def gateway_app(config: Config) -> Starlette:
         config.store.dir / "releases",
         writer.serving,
         reader.served(),
-        max_loaded=config.engine.max_adapters,
+        max_loaded=config.max_adapters,
         joint=config.joint_chain,
     )
     memo = ServedMemo(MemoStore(learn)) if config.policy.serve_memo else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +19,13 @@ from typing import Any
 from reef.errors import ModelError
 
 MANIFEST = "release.json"
-HASHED = ("adapter_config.json", "adapter_model.safetensors")
-"""the files that make up a release's weights, in hashing order"""
+_PIECE = 2**20
+"""bytes read at a time: full weights are hundreds of megabytes"""
+FILES: Mapping[str, tuple[str, str]] = {
+    "lora": ("adapter_config.json", "adapter_model.safetensors"),
+    "full": ("weights.json", "weights.safetensors"),
+}
+"""the files that make up a release's weights, by `train.method`, in hashing order"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +38,7 @@ class Release:
     """version it was trained from; 0 is the untrained policy"""
     folder: Path
     content_hash: str
-    """SHA-256 over the adapter's files"""
+    """SHA-256 over the files of its weights"""
     turns: tuple[str, ...]
     """receipts of the turns it learned from"""
     metrics: Mapping[str, Any]
@@ -52,7 +58,7 @@ class Release:
         return self.status == "candidate"
 
     def verify(self) -> None:
-        """Raises ModelError when the adapter's files are not the ones that were released."""
+        """Raises ModelError when the files of its weights are not the ones that were released."""
         if (found := content_hash(self.folder)) != self.content_hash:
             raise ModelError(f"{self.folder}: content hash {found[:12]}, release.json says {self.content_hash[:12]}")
 
@@ -70,16 +76,23 @@ def version_folder(directory: str | Path, scenario: str, version: int) -> Path:
     return Path(directory) / scenario / f"v{version:06d}"
 
 
+def method_of(folder: str | Path) -> str:
+    """The `train.method` whose weights a folder holds, by the file that describes them: lora or full."""
+    return "full" if (Path(folder) / FILES["full"][0]).exists() else "lora"
+
+
 def content_hash(folder: str | Path) -> str:
-    """SHA-256 over names, sizes and bytes of an adapter's files. Raises ModelError if one is missing."""
+    """SHA-256 over names, sizes and bytes of the files of a folder's weights. Raises ModelError if one is
+    missing."""
     digest = hashlib.sha256()
-    for name in HASHED:
+    for name in FILES[method_of(folder)]:
         try:
-            data = (Path(folder) / name).read_bytes()
+            with (Path(folder) / name).open("rb") as file:
+                digest.update(f"{name} {os.fstat(file.fileno()).st_size}\n".encode())
+                while piece := file.read(_PIECE):
+                    digest.update(piece)
         except OSError as error:
             raise ModelError(f"{folder}: {name} can't be read: {error.strerror}") from error
-        digest.update(f"{name} {len(data)}\n".encode())
-        digest.update(data)
     return digest.hexdigest()
 
 

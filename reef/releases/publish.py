@@ -23,7 +23,7 @@ log = logging.getLogger("reef.publish")
 KEEP_LOADED = 2
 """older versions of a scenario kept in the engine, so that a rollback is instant"""
 MAX_LOADED = 32
-"""adapters in the engine, over all scenarios; the one unused for longest makes room"""
+"""versions in the engine, over all scenarios; the one unused for longest makes room"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,7 @@ class Publisher:
             self._served[scenario] = version
         log.info("%s is served at version %d (by %s)", scenario, version, by)
         await self._unload_idle(scenario)
+        await self._make_room()
 
     async def follow(self, read: Callable[[], Awaitable[dict[str, int]]]) -> None:
         """Serve what the log says is served, since another gateway may have switched. A version is

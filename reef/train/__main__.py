@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from reef.errors import ReefError, StoreError
 
@@ -28,8 +29,9 @@ def main() -> int:
     from reef.model import ModelTokenizer
     from reef.recipe import load
     from reef.train.checks import GateLimits
+    from reef.train.full import FullPolicy
     from reef.train.jobs import Job, work
-    from reef.train.lora import Policy
+    from reef.train.lora import LoraPolicy
     from reef.train.trainer import Trainer
 
     torch.set_num_threads(args.threads)
@@ -39,9 +41,11 @@ def main() -> int:
         settings = json.loads(args.recipe_config.read_text()) if args.recipe_config else {}
         recipe = found(config=found.Config(**settings), tools=None)
         started = time.time()
-        policy = Policy.load(
-            args.model, rank=args.rank, alpha=args.alpha, layers=args.layers, dtype=args.dtype, device=args.device
-        )
+        where: Any = {"layers": args.layers, "dtype": args.dtype, "device": args.device}
+        if args.method == "full":
+            policy = FullPolicy.load(args.model, **where)
+        else:
+            policy = LoraPolicy.load(args.model, rank=args.rank, alpha=args.alpha, **where)
         trainer = Trainer(
             policy, recipe, ModelTokenizer(args.model), args.releases,
             recipe_name=args.recipe, limits=GateLimits(**json.loads(args.limits)), gated=not args.no_gate,
@@ -73,9 +77,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--once", action="store_true", help="do the jobs that wait, then end")
     parser.add_argument("--dry-run", type=Path, metavar="JOB", help="report one job file's step, write nothing")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
+    parser.add_argument("--method", choices=("lora", "full"), default="lora", help="what is trained (default lora)")
     parser.add_argument("--rank", type=int, default=16, help="LoRA rank")
     parser.add_argument("--alpha", type=int, default=32, help="LoRA alpha")
-    parser.add_argument("--layers", type=float, default=1.0, help="share of the layers adapted, the last ones")
+    parser.add_argument("--layers", type=float, default=1.0, help="share of the layers trained, the last ones")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the frozen base")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     parser.add_argument("--limits", default="{}", help="gate: its limits as a JSON object")

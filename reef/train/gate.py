@@ -57,12 +57,12 @@ def finite_losses(losses: Iterable[float]) -> Check:
 
 
 def finite_weights(tensors: Mapping[str, Tensor]) -> Check:
-    """How many adapter tensors hold a NaN or infinity."""
+    """How many trained tensors hold a NaN or infinity."""
     return at_most("non_finite_tensors", sum(not bool(t.isfinite().all()) for t in tensors.values()), 0)
 
 
 def changed_tensors(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Check:
-    """How many adapter tensors differ from the parent's: at least one."""
+    """How many trained tensors differ from the parent's: at least one."""
     return at_least("changed_tensors", sum(not torch.equal(before[n], after[n]) for n in after), 1)
 
 

@@ -27,14 +27,14 @@ from reef.store.files import dumps, fsync
 from reef.train import gate
 from reef.train.checks import CANARIES, CANARY_TOKENS, GateLimits, Verdict, reply_checks
 from reef.train.jobs import Job
-from reef.train.lora import Policy
+from reef.train.policy import Policy
 from reef.train.sample import Batch, Sample
 
 OPTIMIZER = "optimizer.safetensors"
 REMEMBERED = 64
 """versions whose replies to the canaries are kept in memory"""
 KEPT_OPTIMIZERS = 3
-"""newest releases that keep their optimizer state (twice the adapter's size)"""
+"""newest releases that keep their optimizer state (twice the size of their weights)"""
 
 
 class LossFunction(Protocol):
@@ -126,7 +126,7 @@ class Trainer:
         gate_seconds, gate_cpu = time.time() - started, time.process_time() - worked
         batch = batch or self._batch(job)
         epochs = self._train(job, batch)
-        after = self.policy.tensors()
+        after = self.policy.tensors(copy=False)
         started, worked = time.time(), time.process_time()
         verdict = self._gate(job, before, after, epochs, current, liked)
         moved = math.sqrt(sum(float((after[n] - before[n]).square().sum()) for n in after))
@@ -159,6 +159,7 @@ class Trainer:
             if not (math.isfinite(norm) and math.isfinite(terms["loss"])):
                 break  # stepping would only spread it over every weight; the gate refuses the candidate
             self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)  # as large as the weights: let the gate have the room
         return records
 
     def _accumulate(self, batch: Batch, *, backward: bool) -> dict[str, float]:
@@ -205,7 +206,7 @@ class Trainer:
             if version:
                 self._said[key] = self.policy.greedy(self._canaries, CANARY_TOKENS)
             else:
-                with self.policy.model.disable_adapter():
+                with self.policy.base():
                     self._said[key] = self.policy.greedy(self._canaries, CANARY_TOKENS)
             while len(self._said) > REMEMBERED:
                 self._said.pop(next(k for k in self._said if k[1]))
@@ -214,7 +215,7 @@ class Trainer:
     # --- where the weights stand ---
 
     def _stand_at(self, job: Job) -> None:
-        """Bring adapter and optimizer to the job's parent, from memory if they are there already."""
+        """Bring weights and optimizer to the job's parent, from memory if they are there already."""
         if self._at == (job.scenario, job.parent) and job.parent:
             return
         self._optimizer = self._new_optimizer()
@@ -223,7 +224,7 @@ class Trainer:
             return
         folder = version_folder(self.releases, job.scenario, job.parent)
         read_release(folder).verify()
-        self.policy.load_adapter(folder)
+        self.policy.load_weights(folder)
         if (folder / OPTIMIZER).exists():
             self._restore_optimizer(load_file(folder / OPTIMIZER))
 
@@ -254,7 +255,7 @@ class Trainer:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         try:
-            self.policy.save_adapter(scratch)
+            self.policy.save_weights(scratch)
             save_file(self._optimizer_tensors(), scratch / OPTIMIZER)
             manifest = {
                 "scenario": job.scenario,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from reef.engine.embedded.lora import Adapter
+from reef.engine.embedded.adapter import Adapter
 from reef.engine.embedded.policy import Policy, load_policy
 from reef.engine.embedded.request import Bounds
 from reef.engine.embedded.scheduler import Emit, Job, Load, Scheduler, Ticket

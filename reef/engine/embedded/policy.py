@@ -18,8 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from reef.engine.embedded.lora import Adapter, Route, load_adapter, route_linears
+from reef.engine.embedded.adapter import Adapter, Route, RoutedLinear, route_linears
+from reef.engine.embedded.full import load_full
+from reef.engine.embedded.lora import load_lora
 from reef.errors import ModelError
+from reef.releases.chain import method_of
 
 _ATTENTION = "reef_rows"
 
@@ -44,13 +47,14 @@ class Policy:
     eos: frozenset[int]
     vocab: int
     max_positions: int
-    linears: dict[str, tuple[int, int]]
+    linears: dict[str, RoutedLinear]
     _kv_shape: tuple[int, int, int]
     _route: Route = field(repr=False)
 
     def adapter(self, name: str, path: Path) -> Adapter:
-        """Read an adapter from a PEFT folder; safe from any thread. Raises ModelError."""
-        return load_adapter(name, path, self.linears, self.dtype)
+        """Read a PEFT folder, or one of full weights; safe from any thread. Raises ModelError."""
+        load = load_full if method_of(path) == "full" else load_lora
+        return load(name, path, self.linears, self.dtype)
 
     def row(self, capacity: int, adapter: Adapter | None) -> Row:
         layers, heads, dim = self._kv_shape

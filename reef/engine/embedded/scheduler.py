@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from reef.engine.embedded import sampling
-from reef.engine.embedded.lora import Adapter
+from reef.engine.embedded.adapter import Adapter
 from reef.engine.embedded.policy import Policy, Row
 from reef.engine.embedded.prefix import CHUNK, PrefixCache, chunk_keys
 from reef.engine.embedded.sampling import Settings

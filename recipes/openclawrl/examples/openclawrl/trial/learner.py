@@ -21,7 +21,7 @@ from reef.recipe import JudgedTurn, RecipeTools, Refusal
 from reef.releases.chain import version_folder
 from reef.train.checks import GateLimits
 from reef.train.jobs import Job
-from reef.train.lora import Policy
+from reef.train.lora import LoraPolicy
 from reef.train.sample import Sample
 from reef.train.trainer import Trainer
 
@@ -53,7 +53,7 @@ class InProcessLearner:
         self._arm, self._seed = arm, seed
         self.recipe = OpenClawRL(arm.recipe, RecipeTools(tokenizer, str(model), None))
         self.releases = releases
-        policy = Policy.load(model, rank=arm.rank, alpha=arm.alpha, layers=arm.layers)
+        policy = LoraPolicy.load(model, rank=arm.rank, alpha=arm.alpha, layers=arm.layers)
         self._trainer = Trainer(policy, self.recipe, tokenizer, releases, limits=GateLimits(kl_to_base=arm.max_kl))
         self.seconds = 0.0
 

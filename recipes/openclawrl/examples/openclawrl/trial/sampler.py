@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from reef.engine.embedded import sampling
-from reef.engine.embedded.lora import Adapter
+from reef.engine.embedded.adapter import Adapter
 from reef.engine.embedded.policy import load_policy
 from reef.engine.embedded.prefix import CHUNK
 
