@@ -153,7 +153,7 @@ def test_a_fault_of_reef_itself_is_an_error_in_the_dialect(tmp_path: Path, monke
     def fault(*_: object) -> None:
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr("reef.gateway.app.scenario_of", fault)
+    monkeypatch.setattr("reef.gateway.inference.scenario_of", fault)
     with stack(tmp_path) as s:
         body = {"max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}
         answer = httpx.post(f"{s.url}/v1/messages", json=body)
