@@ -20,6 +20,7 @@ from sqlalchemy import Connection, Row, delete, func, select
 from reef.errors import StoreError
 from reef.store.columns import Raw
 from reef.store.schema import exchanges, pieces
+from reef.store.transactions import placeholders
 
 LARGE = 1 << 20
 """bytes of a record's JSON"""
@@ -60,8 +61,7 @@ def split(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Piece]]:
 
 def put(c: Connection, piece: Piece) -> None:
     """Write a piece; one that is there already is left alone."""
-    mark = "?" if c.dialect.paramstyle == "qmark" else "%s"
-    statement = f"INSERT INTO pieces (id, part, n, text, time) VALUES ({', '.join([mark] * 5)}) ON CONFLICT DO NOTHING"
+    statement = f"INSERT INTO pieces (id, part, n, text, time) VALUES ({placeholders(c, 5)}) ON CONFLICT DO NOTHING"
     c.exec_driver_sql(statement, (piece.id, piece.column, piece.n, piece.text, time.time()))
 
 

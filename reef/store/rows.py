@@ -13,6 +13,7 @@ from sqlalchemy import Connection, Table, func, insert, select
 
 from reef.store.columns import Raw, to_json, words
 from reef.store.schema import exchanges
+from reef.store.transactions import placeholders
 from reef.wire.exchange import Exchange
 
 
@@ -34,10 +35,9 @@ def append_exchanges(connection: Connection, rows: Sequence[Mapping[str, Any]]) 
     database does. The caller holds the write lock."""
     if not rows:
         return
-    mark = "?" if connection.dialect.paramstyle == "qmark" else "%s"
     statement = (
         f"INSERT INTO exchanges (seq, {', '.join(_COLUMNS)}) VALUES "
-        f"((SELECT coalesce(max(seq), 0) + 1 FROM exchanges), {', '.join([mark] * len(_COLUMNS))})"
+        f"((SELECT coalesce(max(seq), 0) + 1 FROM exchanges), {placeholders(connection, len(_COLUMNS))})"
     )
     plain = [{**row, **{name: words(row[name]) for name in _ANY_TEXT if row[name] is not None}} for row in rows]
     connection.exec_driver_sql(statement, [tuple(row[name] for name in _COLUMNS) for row in plain])

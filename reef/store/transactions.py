@@ -64,3 +64,8 @@ def trouble(error: Exception) -> Trouble:
     if error.connection_invalidated or state in _LOST_STATES or unreachable:
         return Trouble.LOST
     return Trouble.OTHER
+
+
+def placeholders(connection: Connection, count: int) -> str:
+    """So many marks for values in SQL that is handed to the driver as it is."""
+    return ", ".join(["?" if connection.dialect.paramstyle == "qmark" else "%s"] * count)
