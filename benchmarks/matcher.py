@@ -2,9 +2,11 @@
 
     python benchmarks/matcher.py [--sessions 100 1000 4096 100000 1000000] [--messages 10 50 200] [--peer DIR]
 
-For each number of live sessions and of messages in a request's history, the matcher is given one request a
-session, and is then timed on the next request of some of them, picked at random: each must bind, or the
-run fails. A million sessions run with the shortest history only. `--peer DIR` is the unpacked sdist of
+For each number of live sessions and of messages in a request's history, the matcher is given two requests a
+session, one after the other opened and then gone on with in an order of its own, as sessions that live side by
+side are. Then it is timed on the next request of some of them, picked at random: each must bind, or the run
+fails. Messages come out of JSON, so that no two requests share a text. A million sessions run with the shortest
+history only. `--peer DIR` is the unpacked sdist of
 reef-infra 0.0.2 (`pip download --no-deps --no-binary :all: reef-infra==0.0.2`): its session index takes
 the same requests in turn with ours, up to 4,096 sessions, since it looks at every session for each request.
 Times are processor milliseconds, ours and the peer's each the best of several rounds. The last line is one
@@ -20,10 +22,12 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import orjson
 import psutil
 
 from reef.sessions.index import Index, expect_many
@@ -44,8 +48,8 @@ def words(draw: random.Random, n: int) -> str:
     return " ".join(VOCABULARY[bits >> 12 * i & 4095] for i in range(n))
 
 
-def history(session: int, messages: int) -> list[Message]:
-    """A session's first request: `messages` in all, the user's last."""
+def conversation(session: int, messages: int) -> list[Message]:
+    """The first `messages` of a session: the system text, then user and assistant by turns, the user's last."""
     draw = random.Random(session)
     said = [
         {"role": ("assistant", "user")[(messages - 1 - i) % 2], "content": words(draw, 20)} for i in range(messages - 1)
@@ -53,8 +57,33 @@ def history(session: int, messages: int) -> list[Message]:
     return [SYSTEM, *said]
 
 
-def reply(session: int) -> str:
-    return words(random.Random(-session - 1), 20)
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """The requests of sessions that live side by side, the same whenever they are asked for."""
+
+    count: int
+    messages: int
+    """of a session's second request; its third has two more, its first two less"""
+
+    def request(self, session: int, number: int) -> list[Message]:
+        """The messages of its first, second or third request, as a service gets them."""
+        return orjson.loads(orjson.dumps(self._talk(session)[: self._length(number)]))
+
+    def reply(self, session: int, number: int) -> str:
+        """What is answered to that request."""
+        return self._talk(session)[self._length(number)]["content"]
+
+    def _talk(self, session: int) -> list[Message]:
+        return conversation(session, self.messages + 4)
+
+    def _length(self, number: int) -> int:
+        return self.messages + 2 * (number - 2)
+
+    def second(self) -> list[int]:
+        """The order in which the sessions go on."""
+        order = list(range(self.count))
+        random.Random(self.count).shuffle(order)
+        return order
 
 
 def exchange(id: str, at: float, messages: list[Message], said: str) -> Exchange:
@@ -74,12 +103,6 @@ def exchange(id: str, at: float, messages: list[Message], said: str) -> Exchange
     )
 
 
-def following(session: int, messages: int) -> list[Message]:
-    draw = random.Random(f"next {session}")
-    return [*history(session, messages), {"role": "assistant", "content": reply(session)},
-            {"role": "user", "content": words(draw, 20)}]  # fmt: skip
-
-
 def timed(ask: Callable[[int], bool], sessions: list[int]) -> float:
     """Processor milliseconds a request, in the best round: neighbours on the machine only ever slow one down."""
     size = len(sessions) // ROUNDS
@@ -93,24 +116,37 @@ def timed(ask: Callable[[int], bool], sessions: list[int]) -> float:
     return min(rounds)
 
 
-def ours(sessions: int, messages: int, picked: list[int]) -> tuple[float, float]:
+def ours(live: Sessions, picked: list[int]) -> tuple[float, float]:
     """(milliseconds a request, bytes a session)."""
     process = psutil.Process()
     before = process.memory_info().rss
-    matcher = Matcher(Index(capacity=10 * sessions))
-    for session in range(sessions):
-        matcher.observe(exchange(f"e{session}", float(session) / sessions, history(session, messages), reply(session)))
-    grown = (process.memory_info().rss - before) / sessions
-    requests = {s: exchange(f"n{s}", 2.0, following(s, messages), words(random.Random(s), 20)) for s in picked}
-    return timed(lambda s: matcher.observe(requests[s]).binds == f"e{s}", picked), grown
+    matcher = Matcher(Index(capacity=10 * live.count))
+
+    def asked(session: int, number: int, at: float) -> Exchange:
+        return exchange(f"{number}-{session}", at, live.request(session, number), live.reply(session, number))
+
+    for i, session in enumerate(range(live.count)):
+        matcher.observe(asked(session, 1, i / live.count))
+    for i, session in enumerate(live.second()):
+        matcher.observe(asked(session, 2, 1 + i / live.count))
+    grown = (process.memory_info().rss - before) / live.count
+    requests = {session: asked(session, 3, 2.0) for session in picked}
+    return timed(lambda s: matcher.observe(requests[s]).binds == f"2-{s}", picked), grown
 
 
-def theirs(module: ModuleType, sessions: int, messages: int, picked: list[int]) -> float:
+def theirs(module: ModuleType, live: Sessions, picked: list[int]) -> float:
     index = module.SessionIndex(900.0)
-    for session in range(sessions):
-        index.observe(f"e{session}", history(session, messages), float(session) / sessions)
-    requests = {s: following(s, messages) for s in picked}
-    return timed(lambda s: index.observe(f"n{s}", requests[s], 2.0).binding is not None, picked)
+    for i, session in enumerate(range(live.count)):
+        index.observe(f"1-{session}", live.request(session, 1), i / live.count)
+    for i, session in enumerate(live.second()):
+        index.observe(f"2-{session}", live.request(session, 2), 1 + i / live.count)
+    requests = {session: live.request(session, 3) for session in picked}
+
+    def bound(session: int) -> bool:
+        binding = index.observe(f"3-{session}", requests[session], 2.0).binding
+        return binding is not None and binding.receipt == f"2-{session}"
+
+    return timed(bound, picked)
 
 
 def load_peer(folder: Path) -> ModuleType:
@@ -140,8 +176,9 @@ def main() -> None:
                 continue
             draw = random.Random(sessions)
             picked = draw.sample(range(sessions), min(sessions, options.requests)) if sessions > 1 else [0]
-            mine, size = ours(sessions, messages, picked)
-            other = theirs(peer, sessions, messages, picked) if peer and sessions <= PEER_SESSIONS else None
+            live = Sessions(sessions, messages)
+            mine, size = ours(live, picked)
+            other = theirs(peer, live, picked) if peer and sessions <= PEER_SESSIONS else None
             row = {"ms": round(mine, 4), "bytes_per_session": round(size), "peer_ms": other and round(other, 4)}
             measured[f"{messages}x{sessions}"] = row
             ratio = other / mine if other else None
