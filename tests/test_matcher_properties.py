@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
@@ -211,7 +212,7 @@ def test_a_conversation_is_never_taken_for_one_with_other_words(steps: Any) -> N
 class Forgetful(Index):
     """An index that recognises no history, so that every request is read whole."""
 
-    def sent(self, digest: bytes) -> Node | None:
+    def sent(self, messages: int) -> Node | None:
         return None
 
 
@@ -249,6 +250,16 @@ def test_a_message_in_another_place_is_another_history() -> None:
     decide([record("a", 1.0, said[:1], said[1]), record("b", 2.0, merged, said[1])], index)
     nodes = [index.get("a"), index.get("b")]
     assert len({node.sent for node in nodes if node}) == 2
+
+
+def test_what_holds_in_one_process_only_is_not_stored() -> None:
+    index = Index()
+    decide([record("a", 1.0, [{"role": "user", "content": "go on"}], {"role": "assistant", "content": "I do"})], index)
+    node = index.get("a")
+    assert node and node.sent is not None
+    row = node.to_json()
+    assert "sent" not in row
+    assert Node.from_json(row) == Node.from_json({**row, "sent": "00ff"}) == replace(node, sent=None), "an older row"
 
 
 # memory

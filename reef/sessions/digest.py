@@ -17,6 +17,8 @@ SIZE = 8
 """bytes of a digest: with a billion of them the chance of one collision is about 3 %"""
 OPENING = 6
 """words by which a quoted text is found again"""
+_FRESH = _blake2b(digest_size=SIZE)
+"""hashes nothing itself: to copy it costs half of what a new hash with its keyword does"""
 _ZERO_WIDTH = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"))
 _DIGITS = str.maketrans("", "", "0123456789")
 _ASCII_WORDS = "".join(chr(i) if chr(i).isalnum() else " " for i in range(128))
@@ -45,29 +47,23 @@ def canonical_arguments(arguments: str) -> str:
 
 def digest(kind: str, text: str) -> bytes:
     """`SIZE` bytes that identify a folded text within its kind."""
-    return _blake2b(f"{kind}\0{text}".encode("utf-8", "surrogatepass"), digest_size=SIZE).digest()
-
-
-class Running:
-    """The digest of a text that grows, within its scope."""
-
-    def __init__(self, scope: bytes) -> None:
-        self._hash = _blake2b(scope, digest_size=SIZE)
-
-    def add(self, text: str) -> bytes:
-        """The digest after some more of it."""
-        self._hash.update(text.encode("utf-8", "surrogatepass"))
-        return self._hash.digest()
+    state = _FRESH.copy()
+    state.update(f"{kind}\0{text}".encode("utf-8", "surrogatepass"))
+    return state.digest()
 
 
 def join(parts: Iterable[bytes]) -> bytes:
     """One digest of several, in order."""
-    return _blake2b(b"".join(parts), digest_size=SIZE).digest()
+    state = _FRESH.copy()
+    state.update(b"".join(parts))
+    return state.digest()
 
 
 def extend(chain: bytes, part: bytes) -> bytes:
     """The chain after one more part."""
-    return _blake2b(chain + part, digest_size=SIZE).digest()
+    state = _FRESH.copy()
+    state.update(chain + part)
+    return state.digest()
 
 
 def words(text: str) -> list[str]:

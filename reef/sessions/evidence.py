@@ -9,7 +9,7 @@ the order and the thresholds; it reads the index and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from reef.sessions.digest import digest, fold, join, numberless, opening, openings, words
 from reef.sessions.index import By, Index, Node, key
@@ -25,8 +25,7 @@ SUMMARY = "summary"
 """kind of the side calls whose text stands for a conversation later on"""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """A request that looks for its parent."""
 
     transcript: Transcript
@@ -38,8 +37,7 @@ class Ask:
     """the answer it names as the one before"""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """What the evidence says."""
 
     parent: Node | None
@@ -57,8 +55,7 @@ class Found:
     """the exchange whose tool call holds its task"""
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
+class _Choice(NamedTuple):
     node: Node | None
     runner_up: Node | None = None
     tied: tuple[Node, ...] = ()
@@ -87,7 +84,7 @@ class Finder:
             return quoted
         found = self._by_user(ask) or self._by_group(ask)
         if found:
-            return replace(found, quoted=quoted.quoted, task=quoted.task) if quoted else found
+            return found._replace(quoted=quoted.quoted, task=quoted.task) if quoted else found
         if quoted:
             return quoted
         why = "its history was not served here" if groups else "opens a conversation"
@@ -244,6 +241,8 @@ class Finder:
 
     def _choose(self, ask: Ask, nodes: Sequence[Node]) -> _Choice:
         """The best of several exchanges with the same evidence for them."""
+        if len(nodes) == 1 and ask.known is None:
+            return _Choice(nodes[0])
         mine = ask.known.group if ask.known else None
         rule = ask.known.rule if ask.known else None
         fits = [n for n in nodes if not (mine and n.group and n.group != mine and n.group.startswith(f"{rule}:"))]

@@ -12,7 +12,7 @@ import gc
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from enum import StrEnum
+from enum import Enum
 from typing import Any, Protocol
 
 MOST = 8
@@ -21,32 +21,32 @@ CHILDREN = 32
 """requests remembered as reacting to one reply"""
 
 
-class By(StrEnum):
+class By(bytes, Enum):
     """What a key is a digest of: one letter of it."""
 
-    CHAIN = "c"
+    CHAIN = b"c"
     """the whole conversation, reply included"""
-    REQUEST = "q"
+    REQUEST = b"q"
     """the whole conversation without the reply"""
-    REPLY = "r"
+    REPLY = b"r"
     """the reply alone"""
-    REPLY_1 = "1"
+    REPLY_1 = b"1"
     """the reply and the atom before it"""
-    REPLY_2 = "2"
+    REPLY_2 = b"2"
     """the reply and two atoms before it"""
-    OPENING = "o"
+    OPENING = b"o"
     """the reply's first words"""
-    QUOTE = "t"
+    QUOTE = b"t"
     """the first words of a text in the reply's tool calls"""
-    CALL = "k"
+    CALL = b"k"
     """the id of a tool call in the reply"""
-    USER = "u"
+    USER = b"u"
     """the newest words of the user"""
-    RESPONSE = "i"
+    RESPONSE = b"i"
     """the answer's own id"""
-    SESSION = "s"
+    SESSION = b"s"
     """the session: its newest main exchange"""
-    GROUP = "g"
+    GROUP = b"g"
     """the known id and the shape of the request: its newest main exchange"""
 
 
@@ -104,8 +104,9 @@ class Node:
     talked: bool = False
     """one of them with a user's words"""
     keys: tuple[bytes, ...] = ()
-    sent: bytes = b""
-    """digest of scope and messages as they came, if `request` is their chain"""
+    sent: int | None = None
+    """hash of scope and messages as they came, if `request` is their chain; means nothing in another process, so it
+    is kept in memory only"""
 
     @property
     def words(self) -> str:
@@ -113,8 +114,8 @@ class Node:
         return self.bare or self.asked
 
     def to_json(self) -> dict[str, Any]:
-        body = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in ("scope", "shape", "chain", "request", "sent"):
+        body = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sent"}
+        for name in ("scope", "shape", "chain", "request"):
             body[name] = body[name].hex()
         for name in ("tail", "keys"):
             body[name] = [part.hex() for part in body[name]]
@@ -122,16 +123,13 @@ class Node:
 
     @staticmethod
     def from_json(body: dict[str, Any]) -> Node:
-        known = {f.name for f in fields(Node)}
+        known = {f.name for f in fields(Node)} - {"sent"}  # older rows have one
         data = {k: v for k, v in body.items() if k in known}
-        for name in ("scope", "shape", "chain", "request", "sent"):
-            data[name] = bytes.fromhex(data.get(name, ""))
+        for name in ("scope", "shape", "chain", "request"):
+            data[name] = bytes.fromhex(data[name])
         for name in ("tail", "keys"):
             data[name] = tuple(bytes.fromhex(part) for part in data[name])
         return Node(**data)
-
-
-_BYTE = {by: by.value.encode() for by in By}
 
 
 class Archive(Protocol):
@@ -156,7 +154,7 @@ class Nowhere:
 
 def key(scope: bytes, by: By, value: bytes) -> bytes:
     """The key of a digest within a scope (a digest, too)."""
-    return scope + _BYTE[by] + value
+    return scope + by + value
 
 
 def expect_many() -> None:
@@ -173,7 +171,7 @@ class Index:
         self._capacity = capacity
         self._nodes: OrderedDict[str, Node] = OrderedDict()
         self._by: dict[bytes, tuple[str, ...]] = {}
-        self._sent: dict[bytes, str] = {}
+        self._sent: dict[int, str] = {}
         """a node in memory whose request's messages came just so"""
         self._complete = archive is None
         """nothing is in the archive that is not in memory"""
@@ -210,16 +208,19 @@ class Index:
         ids = self._by.get(key, ())
         if not self._complete and len(ids) < MOST:
             ids = tuple(dict.fromkeys((*self._archive.find((key,)), *ids)))
+        if len(ids) == 1:  # nearly every key
+            node = self.get(ids[0])
+            return [] if node is None else [node]
         found = [node for id in ids if (node := self.get(id)) is not None]
-        return sorted(found, key=lambda n: n.seq)[-MOST:] if len(found) > 1 else found
+        return sorted(found, key=lambda n: n.seq)[-MOST:]
 
     def holds(self, key: bytes) -> bool:
         """Whether a node under the key is in memory."""
         return key in self._by
 
-    def sent(self, digest: bytes) -> Node | None:
-        """A node in memory whose request had exactly the messages of this digest."""
-        id = self._sent.get(digest)
+    def sent(self, messages: int) -> Node | None:
+        """A node in memory whose request had exactly the messages of this hash."""
+        id = self._sent.get(messages)
         return None if id is None else self._nodes.get(id)
 
     def under_any(self, keys: Sequence[bytes]) -> list[Node]:
@@ -253,7 +254,7 @@ class Index:
             self._unkey(node)
 
     def _unkey(self, node: Node) -> None:
-        if self._sent.get(node.sent) == node.id:
+        if node.sent is not None and self._sent.get(node.sent) == node.id:
             del self._sent[node.sent]
         for k in node.keys:
             left = tuple(i for i in self._by.get(k, ()) if i != node.id)
@@ -264,9 +265,10 @@ class Index:
 
     def _insert(self, node: Node) -> None:
         self._nodes[node.id] = node
-        if node.sent:
+        if node.sent is not None:
             self._sent[node.sent] = node.id
+        alone = (node.id,)  # one for all its keys: nearly every key is a single node's
         for k in node.keys:
-            ids = self._by.get(k, ())
+            ids = self._by.setdefault(k, alone)
             if node.id not in ids:
                 self._by[k] = (*ids, node.id)[-MOST:]

@@ -6,9 +6,9 @@ digests and atoms; it knows no order of evidence and no thresholds but the lengt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from reef.sessions.digest import digest, extend, first_words, fold, join, opening, words
+from reef.sessions.digest import OPENING, digest, extend, first_words, fold, join, opening, words
 from reef.sessions.index import By, Node, key
 from reef.sessions.transcript import CALL, TEXT, Atom, Transcript, agreement, strings_in_call
 
@@ -18,47 +18,47 @@ SAID_WORDS = 32
 """words of a reply kept to recognise it in a quote or a cut echo"""
 
 
-def node_keys(node: Node, t: Transcript, response: str | None, calls: Sequence[str]) -> Iterable[bytes]:
+def node_keys(node: Node, t: Transcript, response: str | None, calls: Sequence[str]) -> list[bytes]:
     """The keys under which an exchange is found again."""
     scope = node.scope
-    yield key(scope, By.REQUEST, node.request)
+    out = [key(scope, By.REQUEST, node.request)]
     newest = t.newest
     if newest is not None:
-        yield key(scope, By.USER, t.atoms[newest].digest)
+        out.append(key(scope, By.USER, t.atoms[newest].digest))
     if not t.reply:
-        return
-    yield key(scope, By.CHAIN, node.chain)
+        return out
+    out.append(key(scope, By.CHAIN, node.chain))
     one, two = agreement(t.atoms)
     echoes = variants(t.reply)
     if t.bare is not t.reply:
         echoes += variants(t.bare)
     for variant in dict.fromkeys(echoes):
-        yield key(scope, By.REPLY, variant)
-        yield key(scope, By.REPLY_1, join((variant, one)))
-        yield key(scope, By.REPLY_2, join((variant, two)))
-    first = opening(node.said.split(" "))
+        out.append(key(scope, By.REPLY, variant))
+        out.append(key(scope, By.REPLY_1, join((variant, one))))
+        out.append(key(scope, By.REPLY_2, join((variant, two))))
+    first = opening(node.said.split(" ", OPENING))
     if first:
-        yield key(scope, By.OPENING, first)
+        out.append(key(scope, By.OPENING, first))
     for id in calls:
-        yield key(scope, By.CALL, digest("call", id))
+        out.append(key(scope, By.CALL, digest("call", id)))
     for atom in t.reply:
         if atom.kind == CALL:
             for text in strings_in_call(atom):
-                yield key(scope, By.QUOTE, digest("whole", fold(text)))
+                out.append(key(scope, By.QUOTE, digest("whole", fold(text))))
                 quote = opening(words(text)) if len(text) >= DISTINCT else None
                 if quote:
-                    yield key(scope, By.QUOTE, quote)
+                    out.append(key(scope, By.QUOTE, quote))
     if response:
-        yield key(scope, By.RESPONSE, digest("id", response))
-    if node.side is None:
-        yield from head_keys(node)
+        out.append(key(scope, By.RESPONSE, digest("id", response)))
+    return out if node.side is not None else out + head_keys(node)
 
 
-def head_keys(node: Node) -> Iterable[bytes]:
+def head_keys(node: Node) -> list[bytes]:
     """The keys under which a main exchange is its session's newest."""
-    yield session_key(node.scope, node.session)
+    head = [session_key(node.scope, node.session)]
     if node.group:
-        yield group_key(node.scope, node.group, node.shape)
+        head.append(group_key(node.scope, node.group, node.shape))
+    return head
 
 
 def session_key(scope: bytes, session: str) -> bytes:
@@ -85,14 +85,14 @@ def variants(reply: Sequence[Atom]) -> list[bytes]:
     return out
 
 
-def said_of(reply: Sequence[Atom]) -> str:
-    """The first words of a reply."""
-    return " ".join(first_words(text_of(reply), SAID_WORDS))
+def said_of(text: str) -> str:
+    """The first words of a reply's text."""
+    return " ".join(first_words(text, SAID_WORDS))
 
 
-def ending_of(reply: Sequence[Atom]) -> str:
-    """The last characters of a reply, to find where it ends in a longer text."""
-    text = text_of(reply).rstrip()
+def ending_of(text: str) -> str:
+    """The last characters of a reply's text, to find where it ends in a longer one."""
+    text = text.rstrip()
     return text[-48:] if len(text) >= 8 else ""
 
 

@@ -32,6 +32,8 @@ HEADERS = (
 FIELDS = ("conversation", "litellm_session_id", "session_id", "metadata.session_id", "prompt_cache_key")
 _PLACES = [(field, *field.partition(".")[::2]) for field in FIELDS]
 """each field with the name it stands under and, if it is nested, the name in there"""
+_NAMES = frozenset({name for _, name, _ in _PLACES})
+"""where an id can stand in a body, `metadata` among them"""
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.I)
 _CLAUDE_USER = re.compile(rf"session[_-]({_UUID.pattern})", re.I)
 _OPENCLAW = re.compile(rf"\| sessionId=({_UUID.pattern}) \|")
@@ -54,11 +56,12 @@ class KnownId:
 
 def known_id(exchange: Exchange, headers: Sequence[str] = HEADERS) -> KnownId | None:
     """The conversation a request says it belongs to. `headers` are the rungs below the tag."""
-    tag = exchange.headers.get(TAG)
+    given = exchange.headers
+    tag = given.get(TAG)
     if tag:
         return KnownId("tag", tag)
     for name in headers:
-        value = exchange.headers.get(name)
+        value = given.get(name)
         if value:
             return KnownId(name, value)
     return _from_body(exchange.request)
@@ -72,11 +75,15 @@ def previous_response(exchange: Exchange) -> str | None:
 
 def subagent_of(exchange: Exchange) -> str | None:
     """Why a request is a sub-agent's by its own headers; None if it doesn't say so."""
-    name = next((h for h in PARENT_HEADERS if exchange.headers.get(h)), None)
-    return f"its header {name} names it a sub-agent's" if name else None
+    for name in PARENT_HEADERS:
+        if exchange.headers.get(name):
+            return f"its header {name} names it a sub-agent's"
+    return None
 
 
 def _from_body(request: Mapping[str, Any]) -> KnownId | None:
+    if _NAMES.isdisjoint(request):
+        return None
     for field, name, inner in _PLACES:
         value: Any = request.get(name)
         if inner:

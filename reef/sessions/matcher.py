@@ -11,17 +11,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from reef.recipe import NextState
-from reef.sessions.digest import digest, extend, fold
+from reef.sessions.digest import digest, fold
 from reef.sessions.evidence import Ask, Finder, Found
 from reef.sessions.fate import Fate, arrival_fate
 from reef.sessions.index import By, Index, Node, key
-from reef.sessions.keys import ending_of, node_keys, said_of
+from reef.sessions.keys import ending_of, node_keys, said_of, text_of
 from reef.sessions.ladder import HEADERS, KnownId, id_in_text, known_id, previous_response
 from reef.sessions.reader import transcript
 from reef.sessions.revisions import Reviser, Revision, starts
-from reef.sessions.transcript import HARNESS, TOOL, USER, Atom, Transcript, next_state
+from reef.sessions.transcript import HARNESS, TOOL, USER, Atom, Transcript, chained, next_state
 from reef.sessions.turntype import Side, Suspect, turn_type
 from reef.wire.exchange import Delivered, Exchange
 from reef.wire.reading import call_ids_of, response_id_of
@@ -30,8 +31,7 @@ ASKED = 4000
 """characters kept of a user's newest words, to tell them from what a client wraps around them"""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What the matcher says of one exchange."""
 
     id: str
@@ -132,7 +132,8 @@ class Matcher:
         place = _Place(parent, False, suspect is None, False, found.method, found.score, found.reason, found.after)
         if parent is None:
             return place
-        tail = place.tail = _tail(t.atoms[found.after :])
+        rest = t.atoms[found.after :]
+        tail = place.tail = _tail(rest)
         children = self.index.children(parent)
         for child in children:
             if parent.failed and child.answered and not child.asked and not child.continued:
@@ -144,11 +145,11 @@ class Matcher:
             dropped = child.side is None and not child.failed and not child.continued
             if dropped and len(child.tail) < len(tail) and starts(tail, child.tail):
                 return self._unechoed(place, t, child)
-        if any(c.binds for c in children):
+        if children and any(c.binds for c in children):
             place.binds, place.method = False, "branch"
             place.reason = f"{parent.id} was continued by {children[0].id} already: an edited message or a side branch"
             return place
-        place.binds = bool(t.atoms[found.after :])
+        place.binds = bool(rest)
         return place
 
     def _again(self, place: _Place, parent: Node, child: Node, children: Sequence[Node]) -> _Place:
@@ -195,8 +196,7 @@ class Matcher:
         parent, newest = found.parent, t.newest
         if parent is None or newest is None or not parent.asked:
             return ""
-        group = next((g for g in reversed(t.groups) if g.end == found.after), None)
-        echo = next((a.text for a in reversed(t.atoms[: group.start if group else 0]) if a.kind == USER), "").strip()
+        echo = _before(t, found.after).strip()
         asked = parent.asked.strip()
         if not echo or asked == echo or fold(asked) == fold(echo):
             return ""
@@ -213,6 +213,8 @@ class Matcher:
         near = found.task or (found.quoted[-1] if found.quoted else None)
         parent = place.parent or (near if side else None)
         newest = t.newest
+        request = t.chains[-1]
+        said = text_of(t.reply)
         tail = place.tail or _tail(t.atoms[place.after :] if place.parent is not None else t.tail)
         return Node(
             id=exchange.id,
@@ -233,13 +235,13 @@ class Matcher:
             tools=t.tools,
             opener=not t.groups,
             lone=t.lone,
-            chain=_chain_with(t),
-            request=t.chains[-1],
+            chain=chained(t.reply, request),
+            request=request,
             tail=tail,
             asked=_asked(t, newest),
             bare="",
-            said=said_of(t.reply),
-            ending=ending_of(t.reply),
+            said=said_of(said),
+            ending=ending_of(said),
             binds=place.binds and not exchange.train_opt_out,
             firm=place.firm,
             sent=t.sent,
@@ -279,6 +281,8 @@ class Matcher:
 
 def _explained(place: _Place, found: Found, side: Side | Suspect | None) -> str:
     """The evidence, the next best parent and what is waited for, in words."""
+    if not found.runner_up and not isinstance(side, Suspect):
+        return place.reason
     parts = [place.reason]
     if found.runner_up:
         parts.append(f"next best: {found.runner_up.id}")
@@ -324,6 +328,22 @@ def _session(exchange: Exchange, known: KnownId | None, parent: Node | None) -> 
     return parent.session if parent is not None else exchange.id
 
 
+def _before(t: Transcript, end: int) -> str:
+    """The user's last words before the reply that ends at atom `end`; empty if no reply does."""
+    for group in reversed(t.groups):
+        if group.end == end:
+            return _last_words(t.atoms[: group.start])
+    return ""
+
+
+def _last_words(atoms: Sequence[Atom]) -> str:
+    """The last of them that is the user's; empty if none is."""
+    for atom in reversed(atoms):
+        if atom.kind == USER:
+            return atom.text
+    return ""
+
+
 def _told_in_text(t: Transcript) -> KnownId | None:
     for message in t.messages:
         if message.role == "user":
@@ -336,17 +356,11 @@ def _asked(t: Transcript, newest: int | None) -> str:
     if newest is None:
         return ""
     place = t.atoms[newest].message
-    return next(a.text for a in t.atoms if a.kind == USER and a.message == place)[:ASKED]
+    told = [a.text for a in t.atoms if a.kind == USER and a.message == place]
+    return told[0][:ASKED]
 
 
 def _tail(atoms: Sequence[Atom]) -> tuple[bytes, ...]:
     """What tells one reaction to a reply from another; the harness's words only where there are no others."""
     told = [a for a in atoms if a.kind != HARNESS] or atoms
-    return tuple(digest(TOOL, fold(a.text)) if a.kind == TOOL else a.digest for a in told)
-
-
-def _chain_with(t: Transcript) -> bytes:
-    chain = t.chains[-1]
-    for atom in t.reply:
-        chain = extend(chain, atom.digest)
-    return chain
+    return tuple([digest(TOOL, fold(a.text)) if a.kind == TOOL else a.digest for a in told])

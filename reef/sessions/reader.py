@@ -1,7 +1,7 @@
 """An exchange as matching reads it: all of it, or only its end.
 
 A client sends its history back with every request, so nearly all of a request was read before. The messages up
-to its last reply are looked up by their digest, as they were sent; where an exchange in memory was that very
+to its last reply are looked up by their hash, as they were sent; where an exchange in memory was that very
 request and gave that reply, its chain stands for them, and only the last few messages are taken apart. Invariant:
 what is left unread changes no decision. Knows the dialects through `reading`; knows no order of evidence.
 """
@@ -9,11 +9,10 @@ what is left unread changes no decision. Knows the dialects through `reading`; k
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from reef.sessions.digest import Running, digest, join, numberless
+from reef.sessions.digest import digest, join, numberless
 from reef.sessions.index import By, Index, Node, key
 from reef.sessions.ladder import previous_response
 from reef.sessions.transcript import (
@@ -27,13 +26,16 @@ from reef.sessions.transcript import (
     Group,
     Transcript,
     atoms_of,
+    chained,
     chains,
     groups_of,
+    message_atoms,
     reply_atoms,
 )
 from reef.wire import reading
 from reef.wire.exchange import Exchange, Message
 
+_SPOKEN = frozenset({"user", "assistant"})
 FAR = 32
 """messages before its last reply up to which a request is read backwards"""
 
@@ -60,7 +62,7 @@ def transcript(exchange: Exchange, index: Index, scope: bytes) -> Transcript:
         chains=history.chains,
         since=history.since,
         groups=groups,
-        newest=next((i for i in range(len(atoms) - 1, since - 1, -1) if atoms[i].kind == USER), None),
+        newest=_newest(atoms, since),
         lone=history.lone,
         sent=history.sent,
         system=system,
@@ -79,8 +81,7 @@ def shape_of(system: str, tools: str) -> bytes:
     return join((digest("system", numberless(system)), digest("tools", tools)))
 
 
-@dataclass(slots=True)
-class _History:
+class _History(NamedTuple):
     """What a request carries: the fields of its transcript."""
 
     atoms: list[Atom]
@@ -88,11 +89,10 @@ class _History:
     chains: list[bytes]
     since: int
     lone: bool
-    sent: bytes
+    sent: int
 
 
-@dataclass(slots=True)
-class _End:
+class _End(NamedTuple):
     """The end of a request, from a message on that stands before its last reply."""
 
     first: int
@@ -100,6 +100,8 @@ class _End:
     last: int
     """index of the last reply"""
     before: list[Atom]
+    run: int
+    """where in `before` the assistant atoms begin that are one reply with the last"""
     reply: list[Atom]
     after: list[Atom]
     enough: bool
@@ -108,9 +110,8 @@ class _End:
 
 def _history(messages: Sequence[Message], index: Index, scope: bytes, *, results: bool, whole: bool) -> _History:
     end = _end(messages, results)
-    running = Running(scope)
-    before = running.add(_as_sent(messages[: end.last]))
-    sent = running.add(_as_sent(messages[end.last :])) if end.last < len(messages) else before
+    spoken = _spoken(messages[: end.last])
+    before, sent = _as_sent(scope, spoken), _as_sent(scope, [*spoken, *_spoken(messages[end.last :])])
     if not whole and end.first and end.enough:
         history = _resumed(end, index.sent(before), sent)
         if history and index.holds(key(scope, By.CHAIN, history.chains[0])):
@@ -119,51 +120,77 @@ def _history(messages: Sequence[Message], index: Index, scope: bytes, *, results
     return _History(atoms, groups_of(atoms), chains(atoms), 0, _turns(atoms) <= 1, sent)
 
 
-def _resumed(end: _End, known: Node | None, sent: bytes) -> _History | None:
+def _resumed(end: _End, known: Node | None, sent: int) -> _History | None:
     """What follows the messages of an earlier request, the last reply first."""
     if known is None:
         return None
-    earlier, new = _turns(end.before), _turns(end.after)
-    if known.lone and new and not earlier:
-        return None  # the node doesn't tell whether the user had written anything
-    replied = chains(end.reply, known.request)[-1]
+    lone = known.lone
+    if lone:
+        earlier, new = _turns(end.before), _turns(end.after)
+        if new and not earlier:
+            return None  # the node doesn't tell whether the user had written anything
+        lone = earlier + new <= 1
     stop = len(end.before) + len(end.reply)
-    group = Group(_run(end.before), stop)
     atoms = [*end.before, *end.reply, *end.after]
-    return _History(atoms, [group], chains(end.after, replied), stop, known.lone and earlier + new <= 1, sent)
+    after = chains(end.after, chained(end.reply, known.request))
+    return _History(atoms, [Group(end.run, stop)], after, stop, lone, sent)
 
 
 def _end(messages: Sequence[Message], results: bool) -> _End:
     """From the last reply back as far as a rule may look from there: to the words of the user that the reply
     answers, if there are new ones to compare with them, and to what tells equal replies apart."""
-    last = next((i for i in range(len(messages) - 1, -1, -1) if messages[i].role == "assistant"), len(messages))
-    reply, after = atoms_of(messages[last : last + 1], last), atoms_of(messages[last + 1 :], last + 1)
-    asks = any(a.kind == USER for a in after)
-    first = last
+    last = _last_reply(messages)
+    reply = message_atoms(messages[last], last) if last < len(messages) else []
+    after = atoms_of(messages[last + 1 :], last + 1)
+    since = [a.kind for a in (*reply, *after)]
+    asks = USER in since
+    first, run = last, 0
     before: list[Atom] = []
     enough = False
     while reply and not enough and first > max(last - FAR, 0):
         first -= 1
-        before = [*atoms_of(messages[first : first + 1], first), *before]
-        kinds = [a.kind for a in before[: _run(before)]]
-        context = kinds if results else [a.kind for a in (*before, *reply, *after)]
+        before = [*message_atoms(messages[first], first), *before]
+        kinds = [a.kind for a in before]
+        run = _run(kinds)
+        context = kinds[:run] if results else kinds + since
         told = len(context) - context.count(TOOL)
-        enough = bool(kinds) and (USER in kinds or not asks) and (told >= 2 or len(context) >= CONTEXT)
-    return _End(first, last, before, reply, after, enough)
+        enough = run > 0 and (not asks or USER in kinds[:run]) and (told >= 2 or len(context) >= CONTEXT)
+    return _End(first, last, before, run, reply, after, enough)
 
 
-def _run(before: Sequence[Atom]) -> int:
-    """Where the run of assistant atoms begins that a reply after these belongs to."""
-    start = len(before)
-    while start and before[start - 1].kind in (TEXT, CALL):
+def _last_reply(messages: Sequence[Message]) -> int:
+    """Index of the last message of the assistant; their number if there is none."""
+    for i in range(len(messages) - 1, -1, -1):
+        if messages[i].role == "assistant":
+            return i
+    return len(messages)
+
+
+def _run(kinds: Sequence[str]) -> int:
+    """Where the run of assistant atoms begins that a reply after atoms of these kinds belongs to."""
+    start = len(kinds)
+    while start and kinds[start - 1] in (TEXT, CALL):
         start -= 1
     return start
 
 
-def _as_sent(messages: Sequence[Message]) -> str:
-    """The messages a chain is made of, in one text that no other messages have."""
-    told = [m for m in messages if m.role in ("user", "assistant")]
-    return "".join([f"{role} {len(text)} {text}{calls or ''}" for role, text, calls in told])
+def _newest(atoms: Sequence[Atom], since: int) -> int | None:
+    """Index of the last atom the user wrote, from `since` on."""
+    for i in range(len(atoms) - 1, since - 1, -1):
+        if atoms[i].kind == USER:
+            return i
+    return None
+
+
+def _spoken(messages: Sequence[Message]) -> list[Message]:
+    """The messages a chain is made of."""
+    return [m for m in messages if m.role in _SPOKEN]
+
+
+def _as_sent(scope: bytes, spoken: Sequence[Message]) -> int:
+    """What tells these messages, as they came and within their scope, from any others. Python's own hash: it costs a
+    fraction of a digest, is as long, and is keyed anew in every process, so it is of no use in another."""
+    return hash((scope, *spoken))
 
 
 def _turns(atoms: Sequence[Atom]) -> int:

@@ -38,18 +38,26 @@ def atoms_of(messages: Sequence[Message], first: int = 0) -> list[Atom]:
     """The atoms of a conversation, or of a part of it that begins with message `first`; system text has none."""
     out: list[Atom] = []
     for i, message in enumerate(messages, first):
-        if message.role == "assistant":
-            out += reply_atoms(message, i)
-        elif message.role == "tool":
-            out.append(Atom(TOOL, TOOL_DIGEST, message.content, i))
-        elif message.role == "user":
-            words = harness.plain_words(message.content)
-            if words is not None:
-                out.append(Atom(USER, digest(USER, fold(words)), words, i))
-                continue
-            for part in harness.said(message.content):
-                same = TOOL_DIGEST if part.kind == TOOL else digest(part.kind, fold(part.text))
-                out.append(Atom(part.kind, same, part.text, i))
+        out += message_atoms(message, i)
+    return out
+
+
+def message_atoms(message: Message, index: int) -> list[Atom]:
+    """The atoms of one message of a conversation."""
+    role, content = message.role, message.content
+    if role == "assistant":
+        return reply_atoms(message, index)
+    if role == "tool":
+        return [Atom(TOOL, TOOL_DIGEST, content, index)]
+    if role != "user":
+        return []
+    words = harness.plain_words(content)
+    if words is not None:
+        return [Atom(USER, digest(USER, fold(words)), words, index)]
+    out = []
+    for part in harness.said(content):
+        same = TOOL_DIGEST if part.kind == TOOL else digest(part.kind, fold(part.text))
+        out.append(Atom(part.kind, same, part.text, index))
     return out
 
 
@@ -70,6 +78,14 @@ def reply_atoms(message: Message, index: int = -1) -> list[Atom]:
         said = f"{name} {canonical_arguments(arguments)}"
         out.append(Atom(CALL, digest(CALL, said), said, index))
     return out
+
+
+def chained(atoms: Sequence[Atom], chain: bytes) -> bytes:
+    """The chain after all of the atoms: the last of `chains`."""
+    for atom in atoms:
+        if atom.kind != TOOL:
+            chain = extend(chain, atom.digest)
+    return chain
 
 
 def chains(atoms: Sequence[Atom], chain: bytes = ROOT) -> list[bytes]:
@@ -128,8 +144,8 @@ class Transcript:
     """the reply without the beginning that the request put into its mouth"""
     lone: bool
     """there is one message of the user at most"""
-    sent: bytes
-    """digest of scope and messages as they came; empty once the atoms are no longer theirs"""
+    sent: int | None
+    """hash of scope and messages as they came; None once the atoms are no longer theirs"""
 
     @property
     def tail(self) -> list[Atom]:
@@ -151,18 +167,22 @@ class Transcript:
         after = index + 1 - self.since
         self.chains = [*self.chains[: after + 1], *self.chains[after:]]
         self.newest = index + 1
-        self.lone, self.sent = False, b""
+        self.lone, self.sent = False, None
 
     def rewrite(self, index: int, text: str) -> None:
         """Take back what turned out to be context around a user's words."""
         self.atoms[index] = Atom(USER, digest(USER, fold(text)), text, self.atoms[index].message)
         self.chains = chains(self.atoms[self.since :], self.chains[0])
-        self.sent = b""
+        self.sent = None
 
 
 FOREIGN = 120
 """characters from which an assistant text in a tail is an answer from elsewhere, and not an acknowledgement the
 client wrote"""
+
+
+_REACTIONS = ((USER, "user"), (TOOL, "tool"), (HARNESS, "harness"))
+"""kinds of atoms that are a reaction, the weightiest first, and who speaks in each"""
 
 
 def next_state(tail: Sequence[Atom]) -> NextState | None:
@@ -175,7 +195,7 @@ def next_state(tail: Sequence[Atom]) -> NextState | None:
         start = max((i + 1 for i, a in enumerate(tail) if a.kind == TEXT), default=0)
         if any(a.kind == USER for a in tail[start:]):
             tail = tail[start:]
-    for kind, role in ((USER, "user"), (TOOL, "tool"), (HARNESS, "harness")):
+    for kind, role in _REACTIONS:
         told = [a.text.strip() for a in tail if a.kind == kind]
         if told:  # a command that prints nothing has a result, too
             return NextState(role, "\n\n".join(filter(None, told)))

@@ -18,6 +18,8 @@ from reef.wire.passthrough import PassThrough
 from reef.wire.toolcalls import ToolCalls
 
 _OTHER_NAMES = {"developer": "system", "function": "tool"}
+_PLAIN = ("user", "assistant", "system", "tool")
+"""roles that keep their name"""
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 
 
@@ -86,9 +88,23 @@ def text_of(content: Any) -> str:
     return ""
 
 
+def messages_of(raw: Any) -> tuple[Message, ...]:
+    """The messages of a request, those left out that are none."""
+    return tuple(
+        [
+            # nearly every message: without a look at what it hasn't got, nor through the constructor written in Python
+            tuple.__new__(Message, (m["role"], m["content"], ()))
+            if len(m) == 2 and m["role"] in _PLAIN and type(m.get("content")) is str
+            else message_of(m)
+            for m in (raw if isinstance(raw, list) else ())
+            if isinstance(m, dict) and "role" in m
+        ]
+    )
+
+
 def message_of(raw: Mapping[str, Any]) -> Message:
-    """One chat message; `raw` has a role."""
-    role = str(raw["role"])
+    """One chat message, an answer's where it names no role."""
+    role = str(raw.get("role", "assistant"))
     calls = raw.get("tool_calls")
     return Message(_OTHER_NAMES.get(role, role), text_of(raw.get("content")), _calls_of(calls) if calls else ())
 
@@ -101,9 +117,8 @@ def _calls_of(calls: Iterable[Any]) -> tuple[tuple[str, str], ...]:
 def reply_of(response: Mapping[str, Any] | None) -> Message | None:
     """The reply of a chat answer, or None if there is none."""
     choices = (response or {}).get("choices")
-    if not choices or not isinstance(choices[0].get("message"), dict):
-        return None
-    return message_of({"role": "assistant", **choices[0]["message"]})
+    message = choices[0].get("message") if choices else None
+    return message_of(message) if isinstance(message, dict) else None
 
 
 class ChatTranslator(PassThrough):

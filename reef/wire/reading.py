@@ -22,7 +22,7 @@ def messages_of(exchange: Exchange) -> tuple[Message, ...]:
     request = exchange.request
     match exchange.api:
         case Api.CHAT:
-            return tuple([chat.message_of(m) for m in _dicts(request.get("messages")) if "role" in m])
+            return chat.messages_of(request.get("messages"))
         case Api.MESSAGES:
             system = _text(request.get("system"))
             told = [Message("system", system)] if system else []
@@ -77,8 +77,11 @@ def call_ids_of(exchange: Exchange) -> list[str]:
     response = exchange.response if isinstance(exchange.response, dict) else {}
     match exchange.api:
         case Api.CHAT:
-            choice = next(iter(_dicts(response.get("choices"))), {})
-            ids = [c.get("id") for c in _dicts((choice.get("message") or {}).get("tool_calls"))]
+            choices = _dicts(response.get("choices"))
+            calls = (choices[0].get("message") or {}).get("tool_calls") if choices else None
+            if not calls:
+                return []
+            ids = [c.get("id") for c in _dicts(calls)]
         case Api.MESSAGES:
             ids = [b.get("id") for b in _dicts(response.get("content")) if b.get("type") == "tool_use"]
         case Api.RESPONSES:
@@ -98,9 +101,12 @@ def result_ids_of(exchange: Exchange) -> list[str]:
             continue
         if item.get("role") == "assistant" or item.get("type") in ("function_call", "reasoning"):
             break
-        blocks = _dicts(item.get("content")) if exchange.api is Api.MESSAGES else []
-        found = [item.get("tool_call_id") or item.get("call_id"), *(b.get("tool_use_id") for b in blocks)]
-        out += [_bare_id(i) for i in found if isinstance(i, str)]
+        found = item.get("tool_call_id") or item.get("call_id")
+        if isinstance(found, str):
+            out.append(_bare_id(found))
+        if exchange.api is Api.MESSAGES:
+            named = [b.get("tool_use_id") for b in _dicts(item.get("content"))]
+            out += [_bare_id(i) for i in named if isinstance(i, str)]
     return out
 
 
