@@ -33,7 +33,7 @@ class Objective:
     """routed: accepted replies are distilled only from an accepted demonstration"""
     w_rl: float = 1.0
     w_opd: float = 1.0
-    w_rehearse: float = 0.5
+    w_rehearse: float = 1.0
     """weight of the likelihood of rehearsed replies"""
     beta_kl: float = 0.01
     """weight of the k3 estimate of the distance to the base on the reply itself"""

@@ -206,7 +206,7 @@ class OpenClawRL:
         """How many accepted replies a step repeats."""
         if self.config.rehearsals is not None:
             return self.config.rehearsals
-        return 0 if self.config.objective == "openclaw" else 2
+        return 0 if self.config.objective == "openclaw" else 4
 
     def together(self) -> int:
         """How many accepted replies the teacher is shown at once."""
