@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from itertools import pairwise
@@ -147,6 +148,29 @@ def test_a_large_body_arrives_whole_at_the_engine_and_in_the_log(tmp_path: Path)
             assert s.script.requests.pop()["messages"][0]["content"] == said
             assert exchange is not None and exchange.request == body
             assert exchange.sampled is not None and list(exchange.sampled.prompt_ids) == [ord(c) for c in said]
+
+
+def test_an_answer_is_gone_with_its_request_without_the_collector(tmp_path: Path) -> None:
+    asked: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+        "completions": {"prompt": "hello"},
+        "messages": {"max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]},
+        "responses": {"input": "hello", "store": False},
+    }
+    with stack(tmp_path) as s:
+        gc.collect()
+        gc.disable()
+        try:
+            for route, body in asked.items():
+                for stream in (False, True):
+                    httpx.post(f"{s.url}/v1/{route}", json={"model": "m", "stream": stream, **body}).raise_for_status()
+            deadline = time.monotonic() + 5
+            while (left := [o for o in gc.get_objects() if isinstance(o, Answer)]) and time.monotonic() < deadline:
+                left.clear()
+                time.sleep(0.05)
+        finally:
+            gc.enable()
+    assert not left
 
 
 def test_a_fault_of_reef_itself_is_an_error_in_the_dialect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
