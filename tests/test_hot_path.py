@@ -218,7 +218,7 @@ def test_log_probs_read_at_the_end_are_those_read_event_by_event(tokens: list[An
         assert slow_one == fast_one
     sampled, known = fast.sampled(0, Sampling(1.0)), plain.sampled(0, Sampling(1.0))
     assert sampled is not None and known is not None
-    assert to_json(sampled.to_json()) == to_json(known.to_json()) and sampled.topk == known.topk
+    assert to_json(sampled.to_json()) == to_json(known.to_json())
     assert all(type(p) is float for row in sampled.topk for _, p in row)
     whole = Answer({})
     content = orjson.dumps({"choices": [{"logprobs": {"content": []}}]})

@@ -92,7 +92,7 @@ class Answer:
         self.prompt_ids: Sequence[int] = ()
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
-        self.topk: list[tuple[tuple[int, float], ...]] = []
+        self.topk: list[Sequence[Sequence[float]]] = []
         self._unread: list[bytes] = []
         """log-probs of the newest tokens, as the engine wrote them"""
         self._unread_bytes = 0
