@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import queue
+import sqlite3
 import threading
 import time
 from collections import deque
@@ -27,9 +28,9 @@ from reef.errors import StoreError
 from reef.store.checkpoints import Checkpoints
 from reef.store.columns import key
 from reef.store.pieces import Piece, check_whole, put, remove_unfinished, split
-from reef.store.rows import append, append_exchanges, exchange_row
+from reef.store.rows import append, append_exchanges, append_plainly, exchange_row
 from reef.store.schema import exchanges, gaps, reports, serving
-from reef.store.transactions import Trouble, trouble, writing
+from reef.store.transactions import Trouble, trouble, writing, writing_plainly
 from reef.wire.exchange import Exchange
 
 log = logging.getLogger("reef.log")
@@ -105,6 +106,7 @@ class LogWriter:
         redact_text: Callable[[str], str] | None = None,
     ) -> None:
         self._engine = engine
+        self._plain = engine.dialect.name == "sqlite"
         self._when_full = when_full
         self._redact = redact
         self._redact_text = redact_text
@@ -283,7 +285,7 @@ class LogWriter:
         while True:
             try:
                 results = self._write(batch, again=again)
-            except (SQLAlchemyError, ValueError, TypeError, StoreError) as error:
+            except (SQLAlchemyError, sqlite3.Error, ValueError, TypeError, StoreError) as error:
                 kind = trouble(error)
                 if kind is Trouble.LOST and time.monotonic() < deadline:
                     again = True
@@ -307,6 +309,11 @@ class LogWriter:
     def _write(self, batch: Sequence[_Row | _Change], *, again: bool) -> list[Any]:
         """One transaction. With `again` the last attempt may have committed unseen: ids that are there
         already are left alone."""
+        if self._plain and (records := _small_records(batch)):
+            with writing_plainly(self._engine) as plain:
+                append_plainly(plain, records)
+            self._written += sum(row["size"] for row in records)
+            return [None] * len(batch)
         results: list[Any] = [None] * len(batch)
         with writing(self._engine, lock="reef log") as connection:
             rows: list[tuple[Table, Mapping[str, Any]]] = []
@@ -355,6 +362,18 @@ class LogWriter:
             return
         self._gap = None
         log.warning("recording works again after %.0f s", row["ended"] - gap.started)
+
+
+def _small_records(batch: Sequence[_Row | _Change]) -> list[Mapping[str, Any]] | None:
+    """The rows of a batch of nothing but exchanges that are whole without pieces; else None."""
+    rows: list[Mapping[str, Any]] = []
+    for item in batch:
+        if not isinstance(item, _Row) or item.table is not exchanges:
+            return None
+        rows.append(item.row or item.make())
+        if rows[-1]["pieces"]:
+            return None
+    return rows
 
 
 def _waiting() -> asyncio.Future[Any]:
