@@ -76,14 +76,16 @@ class EventStream:
             self.wrote = True
             await self._put(events)
 
-    async def end(self) -> None:
-        await self.start()
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def end(self, events: bytes = b"") -> None:
+        """Send the last events, and that they are the last."""
+        if events:
+            self.wrote = True
+        await self._put(events, last=True)
 
-    async def _put(self, events: bytes) -> None:
+    async def _put(self, events: bytes, *, last: bool = False) -> None:
         async with self._busy:
             await self.start()
-            await self._send({"type": "http.response.body", "body": events, "more_body": True})
+            await self._send({"type": "http.response.body", "body": events, "more_body": not last})
             self._quiet_since = self._loop.time()
 
     @asynccontextmanager
