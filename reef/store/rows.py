@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Table, func, insert, select
 
-from reef.store.columns import Raw, to_json, words
+from reef.store.columns import to_json, words
 from reef.store.schema import exchanges
 from reef.store.transactions import placeholders
 from reef.wire.exchange import Exchange
@@ -80,7 +80,7 @@ def exchange_row(exchange: Exchange) -> dict[str, Any]:
         "api": exchange.api.value,
         "scenario": exchange.scenario,
         "client": exchange.client,
-        **{name: Raw(text) if text is not None else None for name, text in parts.items()},
+        **parts,
         "status": exchange.status,
         "delivered": exchange.delivered.value,
         "version": exchange.sampled.version if exchange.sampled else None,
