@@ -155,6 +155,17 @@ def test_nothing_is_asked_again_once_the_client_has_something(running: Stack) ->
     assert len(running.script.requests) == 1
 
 
+def test_an_engine_that_breaks_off_before_its_first_event_is_an_error_with_a_status(tmp_path: Path) -> None:
+    with stack(tmp_path, engine__retries="0") as s:
+        s.script.break_after = 0
+        for route, body in BODIES.items():
+            response = HTTP.post(f"{s.url}/v1/{route}", json=body)
+            assert response.status_code == 502 and response.json()["error"]["message"]
+            (exchange,) = s.log.tail(0)[-1:]
+            assert exchange.id == response.headers["x-reef-agent-record-id"]
+            assert (exchange.status, exchange.response) == (502, None)
+
+
 def test_a_bad_request_is_not_asked_again(running: Stack) -> None:
     running.script.status = 400
     response = HTTP.post(f"{running.url}/v1/chat/completions", json={"messages": ASK})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import insert, select
+from sqlalchemy import select
 
 from reef.config import SessionsConfig
 from reef.learner.observer import Observer
@@ -22,9 +22,9 @@ from reef.sessions.matcher import Matcher
 from reef.sessions.replay import Replay, replay
 from reef.store.database import open_database
 from reef.store.learn import LearnStore
-from reef.store.log import LogReader, exchange_row
+from reef.store.log import LogReader
 from reef.store.migrations import LEARN, LOG
-from reef.store.schema import exchanges as exchanges_table
+from reef.store.rows import append_exchanges, exchange_row
 from reef.store.schema import turns
 from reef.wire.exchange import Delivered, Exchange, Sampled, Sampling
 from reef.wire.traffic import read_traffic
@@ -185,7 +185,7 @@ class Service:
     def take(self, exchanges: Sequence[Exchange]) -> None:
         """Write exchanges to the log and observe them, time passing as they say."""
         with self.log_engine.begin() as c:
-            c.execute(insert(exchanges_table), [exchange_row(e) for e in exchanges])
+            append_exchanges(c, [exchange_row(e) for e in exchanges])
         self.observer.expire(exchanges[0].time)
         while self.observer.step():
             pass

@@ -18,8 +18,9 @@ from reef.learner.turns import Turns
 from reef.recipe import Rule
 from reef.sessions.fate import Fate
 from reef.store.database import open_database
-from reef.store.log import LogReader, exchange_row
+from reef.store.log import LogReader
 from reef.store.migrations import LEARN, LOG, migrate
+from reef.store.rows import append_exchanges, exchange_row
 from reef.wire.exchange import Message
 from reef.wire.memo import HEADING, told, with_memo
 from reef.wire.reading import messages_of
@@ -154,10 +155,7 @@ def test_a_system_text_of_parts_and_a_developers_get_the_rules_too() -> None:
 
 
 def test_a_log_from_before_the_mark_is_migrated_and_erasing_removes_it(tmp_path: Path) -> None:
-    from sqlalchemy import insert
-
     from reef.store.forget import erase_in_log
-    from reef.store.schema import exchanges
 
     engine = open_database(f"sqlite:///{tmp_path}/log.db", LOG)
     with engine.begin() as c:
@@ -166,7 +164,7 @@ def test_a_log_from_before_the_mark_is_migrated_and_erasing_removes_it(tmp_path:
     migrate(engine, LOG)
     made = record("hello", memo=RULES)
     with engine.begin() as c:
-        c.execute(insert(exchanges).values(seq=1, **exchange_row(made)))
+        append_exchanges(c, [exchange_row(made)])
     kept = LogReader(engine).get(made.id)
     assert kept is not None
     assert kept.memo == RULES

@@ -76,12 +76,17 @@ def gateway_app(config: Config) -> Starlette:
     return build_app(Services(config, engine, publisher, writer, proxy, views, history, limits, upkeep, forget))
 
 
+SWITCH_S = 0.0005
+"""how long a thread that computes may keep the others waiting: the writer holds up answers otherwise"""
+
+
 def _calm() -> None:
-    """Have the collector interrupt requests less: an answer is thousands of objects and no cycle, which it
-    walks again and again with its usual thresholds."""
+    """Have collector and threads interrupt requests less: an answer is thousands of objects and no cycle, which
+    the collector walks again and again with its usual thresholds."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    sys.setswitchinterval(SWITCH_S)
 
 
 def main() -> None:

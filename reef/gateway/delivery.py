@@ -57,7 +57,10 @@ class EventStream:
         self.wrote = False
         """the client has something of the answer"""
         self._busy = asyncio.Lock()
-        self._quiet_since = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        self._quiet_since = self._loop.time()
+        self._timer: asyncio.TimerHandle
+        self._reminding: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Send status 200 and the headers, once."""
@@ -73,36 +76,37 @@ class EventStream:
             self.wrote = True
             await self._put(events)
 
-    async def end(self) -> None:
-        await self.start()
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def end(self, events: bytes = b"") -> None:
+        """Send the last events, and that they are the last."""
+        if events:
+            self.wrote = True
+        await self._put(events, last=True)
 
-    async def _put(self, events: bytes) -> None:
+    async def _put(self, events: bytes, *, last: bool = False) -> None:
         async with self._busy:
             await self.start()
-            await self._send({"type": "http.response.body", "body": events, "more_body": True})
-            self._quiet_since = asyncio.get_running_loop().time()
+            await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+            self._quiet_since = self._loop.time()
 
     @asynccontextmanager
     async def kept_alive(self, event: Callable[[], bytes], pause_s: float) -> AsyncIterator[None]:
         """Send `event()` whenever nothing was sent for `pause_s`, as long as the context lasts."""
-        loop = asyncio.get_running_loop()
-        sending: asyncio.Task[None] | None = None
-
-        def look() -> None:
-            nonlocal sending, timer
-            if self._busy.locked():
-                self._quiet_since = loop.time()  # the client is slow to read: it needs no reminder
-            elif loop.time() >= self._quiet_since + pause_s:
-                self._quiet_since = loop.time()
-                sending = asyncio.ensure_future(self._put(event()))
-            timer = loop.call_at(self._quiet_since + pause_s, look)
-
-        timer = loop.call_at(self._quiet_since + pause_s, look)
+        self._remind(event, pause_s)
         try:
             yield
         finally:
-            timer.cancel()
-            if sending is not None and not sending.done():
-                sending.cancel()
-                await asyncio.gather(sending, return_exceptions=True)
+            self._timer.cancel()
+            if self._reminding is not None and not self._reminding.done():
+                self._reminding.cancel()
+                await asyncio.gather(self._reminding, return_exceptions=True)
+
+    def _remind(self, event: Callable[[], bytes], pause_s: float) -> None:
+        """Look now and at the end of each pause. A method and not a function within `kept_alive`: one that names
+        itself is a cycle, and would keep the whole answer until the collector comes by."""
+        now = self._loop.time()
+        if self._busy.locked():
+            self._quiet_since = now  # the client is slow to read: it needs no reminder
+        elif now >= self._quiet_since + pause_s:
+            self._quiet_since = now
+            self._reminding = asyncio.ensure_future(self._put(event()))
+        self._timer = self._loop.call_at(self._quiet_since + pause_s, self._remind, event, pause_s)

@@ -120,10 +120,11 @@ class Proxy:
         are events of the stream. Raises StoreError where nothing can be recorded.
         """
         self._writer.admit()
+        last = b""
         try:
             async with out.kept_alive(lambda: call.translator.keep_alive(), self._config.server.keepalive_s):
                 await self._attempts(call, lambda call, lease: self._stream_once(call, lease, out), out)
-            ending = call.translator.final()
+            last = call.translator.final()
             await self._record(call, 200, Delivered.FULL, error=None)
         except asyncio.CancelledError:
             delivered = Delivered.PARTIAL if out.wrote else Delivered.NONE
@@ -132,19 +133,17 @@ class Proxy:
         except StoreError as error:  # the answer must not look complete: it is in no record
             if not out.started:
                 raise
-            await out.write(call.translator.failed(error))
+            last = call.translator.failed(error)
         except ReefError as error:
             delivered = Delivered.PARTIAL if out.started else Delivered.FULL
             error = await self._failed(call, error, delivered)
             if not out.started:
                 raise error from None
-            await out.write(call.translator.failed(error))
+            last = call.translator.failed(error)
         except Exception as error:  # a fault of ours: it must not cost the record
             await self._failed(call, ReefError(f"internal error: {error!r}"), Delivered.PARTIAL)
             raise
-        else:
-            await out.write(ending)
-        await out.end()
+        await out.end(last)
 
     async def _attempts(self, call: Call, once: Any, out: EventStream | None = None) -> Any:
         """The result of `once`, tried again while that is allowed."""
@@ -187,7 +186,6 @@ class Proxy:
                 asyncio.timeout_at(min(loop.time() + times.first_byte, last)) as clock,
                 self._engine.stream(call.dialect.engine_path, body) as upstream,
             ):
-                await out.start()
                 splitter = sse.Splitter()
                 async for piece in upstream:
                     if ended:

@@ -41,12 +41,13 @@ class Checkpoints:
     def wrote(self, size: int) -> None:
         """The writer has committed about `size` bytes. Called between transactions, in its thread."""
         self._written += size
-        if self._thread is None or self._written < EVERY_BYTES:
+        if self._thread is None:
             return
-        self._written = 0
-        if self._behind:
+        if self._behind:  # the rest is short, since the thread has just copied all before it
+            self._behind = False
             self._checkpoint()
-        else:
+        elif self._written >= EVERY_BYTES:
+            self._written = 0
             self._due.set()
 
     def close(self) -> None:
@@ -64,16 +65,17 @@ class Checkpoints:
             self._due.clear()
             if self._closed:
                 return
-            self._checkpoint()
+            self._behind = self._checkpoint() > LIMIT_PAGES
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self) -> int:
+        """Copy what is in the log now; returns how long the log is, in pages."""
         try:
             with self._engine.connect().execution_options(sqlite_begin=None) as connection:  # in no transaction
                 _, pages, _ = connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").one()
         except SQLAlchemyError as error:
             log.warning("the write-ahead log could not be copied; it is tried again: %s", error)
-            return
-        self._behind = pages > LIMIT_PAGES
+            return 0
+        return pages
 
 
 def _no_automatic_ones(connection: Any, record: Any, _proxy: Any) -> None:

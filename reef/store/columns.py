@@ -47,10 +47,6 @@ def words(value: str) -> str:
     return value if not value.startswith(MARK) and _plain(value) else MARK + json.dumps(value)
 
 
-class Raw(str):
-    """JSON text that is stored as it is."""
-
-
 class Json(TypeDecorator[Any]):
     """A JSON value, kept as text so that nothing a conversation holds is refused."""
 
@@ -58,7 +54,7 @@ class Json(TypeDecorator[Any]):
     cache_ok = True
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
-        return value if value is None or isinstance(value, Raw) else to_json(value)
+        return None if value is None else to_json(value)
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
         return None if value is None else json.loads(value)

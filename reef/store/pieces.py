@@ -18,7 +18,6 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, func, select
 
 from reef.errors import StoreError
-from reef.store.columns import Raw
 from reef.store.schema import exchanges, pieces
 from reef.store.transactions import placeholders
 
@@ -29,7 +28,7 @@ PIECE = 1 << 19
 LEFTOVER_S = 3600.0
 """how long pieces may wait for their row"""
 COLUMNS = ("headers", "request", "response", "sampled", "memo")
-_EMPTY: Mapping[str, Raw | None] = {"headers": Raw("{}"), "request": Raw("{}")}
+_EMPTY = {"headers": "{}", "request": "{}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ def split(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Piece]]:
         counts[column] = len(mine)
         cut += mine
     left = {column: _EMPTY.get(column) for column in counts}
-    return ({**row, **left, "pieces": Raw(json.dumps(counts))}, cut) if cut else (row, [])
+    return ({**row, **left, "pieces": json.dumps(counts)}, cut) if cut else (row, [])
 
 
 def put(c: Connection, piece: Piece) -> None:

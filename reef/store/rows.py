@@ -6,12 +6,14 @@ transaction.
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from sqlalchemy import Connection, Table, func, insert, select
 
-from reef.store.columns import Raw, to_json, words
+from reef.store.columns import to_json, words
 from reef.store.schema import exchanges
 from reef.store.transactions import placeholders
 from reef.wire.exchange import Exchange
@@ -26,21 +28,40 @@ def append(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any
 
 
 _COLUMNS = tuple(c.name for c in exchanges.c if c.name not in ("seq", "erased"))
-_ANY_TEXT = ("client", "error")
+_ANY_TEXT = [_COLUMNS.index(name) for name in ("client", "error")]
 """what may hold characters that a database refuses"""
+_values = itemgetter(*_COLUMNS)
 
 
 def append_exchanges(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
     """`append` for what is written with every request: past SQLAlchemy's types, which cost more than the
     database does. The caller holds the write lock."""
-    if not rows:
-        return
-    statement = (
+    if rows:
+        connection.exec_driver_sql(_insert(placeholders(connection, len(_COLUMNS))), [*map(_written, rows)])
+
+
+def append_plainly(connection: sqlite3.Connection, rows: Sequence[Mapping[str, Any]]) -> None:
+    """`append_exchanges` within `writing_plainly`."""
+    connection.executemany(_INSERT, map(_written, rows))
+
+
+def _insert(marks: str) -> str:
+    return (
         f"INSERT INTO exchanges (seq, {', '.join(_COLUMNS)}) VALUES "
-        f"((SELECT coalesce(max(seq), 0) + 1 FROM exchanges), {placeholders(connection, len(_COLUMNS))})"
+        f"((SELECT coalesce(max(seq), 0) + 1 FROM exchanges), {marks})"
     )
-    plain = [{**row, **{name: words(row[name]) for name in _ANY_TEXT if row[name] is not None}} for row in rows]
-    connection.exec_driver_sql(statement, [tuple(row[name] for name in _COLUMNS) for row in plain])
+
+
+_INSERT = _insert(", ".join("?" * len(_COLUMNS)))
+
+
+def _written(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A row's values in the columns' order."""
+    values = list(_values(row))
+    for n in _ANY_TEXT:
+        if values[n] is not None:
+            values[n] = words(values[n])
+    return tuple(values)
 
 
 def exchange_row(exchange: Exchange) -> dict[str, Any]:
@@ -59,7 +80,7 @@ def exchange_row(exchange: Exchange) -> dict[str, Any]:
         "api": exchange.api.value,
         "scenario": exchange.scenario,
         "client": exchange.client,
-        **{name: Raw(text) if text is not None else None for name, text in parts.items()},
+        **parts,
         "status": exchange.status,
         "delivered": exchange.delivered.value,
         "version": exchange.sampled.version if exchange.sampled else None,

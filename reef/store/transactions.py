@@ -11,6 +11,7 @@ one, would stop the learner.) Knows no table.
 from __future__ import annotations
 
 import hashlib
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -27,6 +28,21 @@ def writing(engine: Engine, *, lock: str | None = None) -> Iterator[Connection]:
         if lock and connection.dialect.name == "postgresql":
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": lock_key(lock)})
         yield connection
+
+
+@contextmanager
+def writing_plainly(engine: Engine) -> Iterator[sqlite3.Connection]:
+    """`writing` for SQLite alone, past SQLAlchemy, whose layers cost more than a short transaction does. Raises
+    sqlite3.Error too."""
+    pooled = engine.raw_connection()
+    try:
+        connection = pooled.driver_connection
+        assert isinstance(connection, sqlite3.Connection)
+        connection.execute("BEGIN IMMEDIATE")
+        yield connection
+        connection.execute("COMMIT")
+    finally:
+        pooled.close()  # the pool rolls back what is not committed
 
 
 def lock_key(name: str) -> int:
@@ -50,13 +66,13 @@ _LOST_STATES = ("57P01", "57P02", "57P03", "25006")
 
 def trouble(error: Exception) -> Trouble:
     """What kind of failure a database error is."""
-    if not isinstance(error, DBAPIError):
-        return Trouble.OTHER
-    original: Any = error.orig
+    original: Any = error.orig if isinstance(error, DBAPIError) else error
     name = getattr(original, "sqlite_errorname", None)
     if name is not None:
         full = name in ("SQLITE_FULL", "SQLITE_READONLY", "SQLITE_CANTOPEN") or name.startswith("SQLITE_IOERR")
         return Trouble.FULL if full else Trouble.OTHER
+    if not isinstance(error, DBAPIError):
+        return Trouble.OTHER
     state = getattr(original, "sqlstate", None)
     if state in _FULL_STATES:
         return Trouble.FULL

@@ -13,11 +13,11 @@ import asyncio
 import contextlib
 import logging
 import queue
+import sqlite3
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sqlalchemy import Connection, Engine, Table, select
@@ -26,10 +26,11 @@ from sqlalchemy.exc import SQLAlchemyError
 from reef.errors import StoreError
 from reef.store.checkpoints import Checkpoints
 from reef.store.columns import key
-from reef.store.pieces import Piece, check_whole, put, remove_unfinished, split
-from reef.store.rows import append, append_exchanges, exchange_row
+from reef.store.pieces import check_whole, put, remove_unfinished, split
+from reef.store.queued import Change, Entry, Gap, InPieces, Work, small_records, tell, waiting
+from reef.store.rows import append, append_exchanges, append_plainly, exchange_row
 from reef.store.schema import exchanges, gaps, reports, serving
-from reef.store.transactions import Trouble, trouble, writing
+from reef.store.transactions import Trouble, trouble, writing, writing_plainly
 from reef.wire.exchange import Exchange
 
 log = logging.getLogger("reef.log")
@@ -41,55 +42,6 @@ PROBE_S = 1.0
 ROOM_S = 0.002
 """how often a caller looks for room in a full queue"""
 WhenFull = Literal["refuse", "serve"]
-Change = Callable[[Connection], Any]
-
-
-@dataclass(slots=True)
-class _Row:
-    """A row to append; made in the writer's thread unless it was before."""
-
-    table: Table
-    make: Callable[[], Mapping[str, Any]]
-    caller: asyncio.Future[Any]
-    row: Mapping[str, Any] | None = None
-
-    def size(self) -> int:
-        """Bytes of an exchange's JSON."""
-        if self.row is None:
-            self.row = self.make()
-        return self.row.get("size", 0)
-
-
-@dataclass(slots=True)
-class _Change:
-    """Anything else that writes, in its place among the rows."""
-
-    run: Change
-    caller: asyncio.Future[Any]
-
-
-@dataclass(slots=True)
-class _Large:
-    """A record on its way in pieces, its own row last."""
-
-    row: _Row
-    pieces: deque[Piece]
-
-
-Outcome = tuple[asyncio.Future[Any], Any]
-"""who waits, and the result or the exception"""
-
-
-@dataclass(slots=True)
-class _Gap:
-    """A time during which nothing can be recorded."""
-
-    reason: str
-    started: float = field(default_factory=time.time)
-    refused: int = 0
-    """requests not let in; counted by the event loop"""
-    failed: int = 0
-    """exchanges that could not be written; counted by the writer's thread"""
 
 
 class LogWriter:
@@ -105,16 +57,17 @@ class LogWriter:
         redact_text: Callable[[str], str] | None = None,
     ) -> None:
         self._engine = engine
+        self._plain = engine.dialect.name == "sqlite"
         self._when_full = when_full
         self._redact = redact
         self._redact_text = redact_text
-        self._gap: _Gap | None = None
+        self._gap: Gap | None = None
         self._checkpoints = Checkpoints(engine)
         self._written = 0
         """bytes of exchanges since the checkpoints were told"""
-        self._large: deque[_Large] = deque()
+        self._large: deque[InPieces] = deque()
         self._capacity = capacity
-        self._queue: queue.SimpleQueue[_Row | _Change | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Entry | Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
 
@@ -140,7 +93,7 @@ class LogWriter:
         def row() -> dict[str, Any]:
             return exchange_row(self._redact(exchange) if self._redact else exchange)
 
-        item = _Row(exchanges, row, _waiting())
+        item = Entry(exchanges, row, waiting())
         try:
             await self._put(item, large=large)
         except StoreError:
@@ -166,12 +119,12 @@ class LogWriter:
     async def serving(self, scenario: str, version: int, by: str) -> None:
         """Append a change of the served version."""
         row = {"scenario": scenario, "version": version, "time": time.time(), "by": by}
-        await self._put(_Row(serving, lambda: row, _waiting()))
+        await self._put(Entry(serving, lambda: row, waiting()))
 
     async def change(self, run: Change) -> Any:
         """Run `run` in a transaction of the writer and return its result once committed. It may run
         twice if the database goes away meanwhile. Raises StoreError."""
-        return await self._put(_Change(run, _waiting()))
+        return await self._put(Work(run, waiting()))
 
     def close(self) -> None:
         """Commit what waits, then stop."""
@@ -179,16 +132,16 @@ class LogWriter:
         self._thread.join()
         self._checkpoints.close()
 
-    async def _put(self, item: _Row | _Change, *, large: bool = False) -> Any:
+    async def _put(self, item: Entry | Work, *, large: bool = False) -> Any:
         if self._queue.qsize() < self._capacity and not large:
             self._queue.put(item)
         else:  # the caller waits, the event loop does not
             await asyncio.shield(asyncio.ensure_future(self._put_later(item)))
         return await item.caller
 
-    async def _put_later(self, item: _Row | _Change) -> None:
+    async def _put_later(self, item: Entry | Work) -> None:
         """Once its row is made, and there is room."""
-        if isinstance(item, _Row):
+        if isinstance(item, Entry):
             with contextlib.suppress(Exception):  # the writer tries again, and tells the caller
                 await asyncio.to_thread(item.size)
         while self._queue.qsize() >= self._capacity:
@@ -200,26 +153,26 @@ class LogWriter:
     def _run(self) -> None:
         stop = False
         while not stop or self._large:
-            batch: list[_Row | _Change] = []
+            batch: list[Entry | Work] = []
             if not stop:
                 batch, stop = self._next()
             try:
                 for some in self._portions(batch):
-                    _tell(list(zip([item.caller for item in some], self._commit(some), strict=True)))
+                    tell(list(zip([item.caller for item in some], self._commit(some), strict=True)))
                 if self._large:
                     self._go_on(self._large[0])
             except Exception as error:  # whatever it is, callers must hear of it and the thread must live
                 log.exception("the record log failed")
                 lost = [*batch, *(large.row for large in self._large)]
                 self._large.clear()
-                _tell([(item.caller, StoreError(f"the record could not be written: {error!r}")) for item in lost])
+                tell([(item.caller, StoreError(f"the record could not be written: {error!r}")) for item in lost])
             self._checkpoints.wrote(self._written)
             self._written = 0
 
-    def _next(self) -> tuple[list[_Row | _Change], bool]:
+    def _next(self) -> tuple[list[Entry | Work], bool]:
         """What waits, up to a batch, and whether to stop after it. Waits for something to come unless there is a
         large record to go on with."""
-        batch: list[_Row | _Change] = []
+        batch: list[Entry | Work] = []
         try:
             if not self._large:
                 item = self._queue.get(timeout=PROBE_S if self._gap else None)
@@ -236,19 +189,19 @@ class LogWriter:
                 self._probe()
         return batch, False
 
-    def _portions(self, batch: Sequence[_Row | _Change]) -> Iterator[list[_Row | _Change]]:
+    def _portions(self, batch: Sequence[Entry | Work]) -> Iterator[list[Entry | Work]]:
         """The batch as transactions of some megabytes at most, large records set aside."""
-        portion: list[_Row | _Change] = []
+        portion: list[Entry | Work] = []
         size = 0
         for item in batch:
-            if isinstance(item, _Row) and item.table is exchanges:
+            if isinstance(item, Entry) and item.table is exchanges:
                 with contextlib.suppress(Exception):  # it fails again when it is written, and its caller hears of it
                     size += item.size()
                     assert item.row is not None
                     item.row, pieces = split(item.row)
                     if pieces:
                         size -= item.size()
-                        self._large.append(_Large(item, deque(pieces)))
+                        self._large.append(InPieces(item, deque(pieces)))
                         continue
             portion.append(item)
             if size > BATCH_BYTES:
@@ -257,11 +210,11 @@ class LogWriter:
         if portion:
             yield portion
 
-    def _go_on(self, large: _Large) -> None:
+    def _go_on(self, large: InPieces) -> None:
         """Write the next piece of a large record, or its row."""
         if large.pieces:
             piece = large.pieces[0]
-            (outcome,) = self._commit([_Change(lambda c: put(c, piece), large.row.caller)])
+            (outcome,) = self._commit([Work(lambda c: put(c, piece), large.row.caller)])
             if not isinstance(outcome, Exception):
                 large.pieces.popleft()
                 self._written += len(piece.text)
@@ -273,17 +226,17 @@ class LogWriter:
         self._large.popleft()
         if isinstance(outcome, Exception) and large.row.row is not None:  # what is there of it is of no use
             id = large.row.row["id"]
-            self._commit([_Change(lambda c: remove_unfinished(c, id), large.row.caller)])
-        _tell([(large.row.caller, outcome)])
+            self._commit([Work(lambda c: remove_unfinished(c, id), large.row.caller)])
+        tell([(large.row.caller, outcome)])
 
-    def _commit(self, batch: Sequence[_Row | _Change]) -> list[Any]:
+    def _commit(self, batch: Sequence[Entry | Work]) -> list[Any]:
         """The result of each, or the StoreError its caller is to hear of."""
         deadline = time.monotonic() + (RECONNECT_S if self._gap is None else 0.0)
         again = False
         while True:
             try:
                 results = self._write(batch, again=again)
-            except (SQLAlchemyError, ValueError, TypeError, StoreError) as error:
+            except (SQLAlchemyError, sqlite3.Error, ValueError, TypeError, StoreError) as error:
                 kind = trouble(error)
                 if kind is Trouble.LOST and time.monotonic() < deadline:
                     again = True
@@ -294,24 +247,29 @@ class LogWriter:
                 self._probe()
             return results
 
-    def _failed(self, batch: Sequence[_Row | _Change], error: Exception, kind: Trouble) -> list[Any]:
+    def _failed(self, batch: Sequence[Entry | Work], error: Exception, kind: Trouble) -> list[Any]:
         if kind is not Trouble.OTHER and self._gap is None:
-            self._gap = _Gap(f"{kind.value}: {getattr(error, 'orig', error)}")
+            self._gap = Gap(f"{kind.value}: {getattr(error, 'orig', error)}")
             log.error("nothing can be recorded: %s", self._gap.reason)
         if len(batch) > 1 and kind is not Trouble.LOST:  # one bad row must not take its neighbours along
             return [outcome for item in batch for outcome in self._commit([item])]
         if self._gap is not None:
-            self._gap.failed += sum(isinstance(item, _Row) and item.table is exchanges for item in batch)
+            self._gap.failed += sum(isinstance(item, Entry) and item.table is exchanges for item in batch)
         return [StoreError(f"the record could not be written: {error}") for _ in batch]
 
-    def _write(self, batch: Sequence[_Row | _Change], *, again: bool) -> list[Any]:
+    def _write(self, batch: Sequence[Entry | Work], *, again: bool) -> list[Any]:
         """One transaction. With `again` the last attempt may have committed unseen: ids that are there
         already are left alone."""
+        if self._plain and (records := small_records(batch)):
+            with writing_plainly(self._engine) as plain:
+                append_plainly(plain, records)
+            self._written += sum(row["size"] for row in records)
+            return [None] * len(batch)
         results: list[Any] = [None] * len(batch)
         with writing(self._engine, lock="reef log") as connection:
             rows: list[tuple[Table, Mapping[str, Any]]] = []
             for n, item in enumerate(batch):
-                if isinstance(item, _Row):
+                if isinstance(item, Entry):
                     row = item.row or item.make()
                     if item.table is exchanges and row["pieces"]:
                         check_whole(connection, row)
@@ -355,25 +313,3 @@ class LogWriter:
             return
         self._gap = None
         log.warning("recording works again after %.0f s", row["ended"] - gap.started)
-
-
-def _waiting() -> asyncio.Future[Any]:
-    return asyncio.get_running_loop().create_future()
-
-
-def _tell(outcomes: Sequence[Outcome]) -> None:
-    """Hand results to their callers, waking each event loop once."""
-    for loop in {caller.get_loop() for caller, _ in outcomes}:
-        mine = [(caller, result) for caller, result in outcomes if caller.get_loop() is loop]
-        with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits any more
-            loop.call_soon_threadsafe(_settle, mine)
-
-
-def _settle(outcomes: Sequence[Outcome]) -> None:
-    for caller, result in outcomes:
-        if caller.done():
-            continue  # it left, or knows already
-        if isinstance(result, BaseException):
-            caller.set_exception(result)
-        else:
-            caller.set_result(result)

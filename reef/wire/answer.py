@@ -74,6 +74,16 @@ def _text_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"token": text, "logprob": entry["logprob"], "bytes": raw}
 
 
+def _says_something(choice: Mapping[str, Any]) -> bool:
+    """Whether a stream chunk's choice is of use to a client that asked for nothing but the answer."""
+    if choice.get("finish_reason"):
+        return True
+    if "delta" not in choice:
+        return bool(choice.get("text"))
+    delta = choice["delta"]
+    return bool(delta) and ("role" in delta or any(map(delta.get, _SHOWN)))
+
+
 class Answer:
     """Reads one answer. Give `load` the engine's JSON, and what it returns to `whole`, or for each stream
     chunk to `chunk`; these return what is left for the client. Afterwards `sampled()` is the record."""
@@ -92,7 +102,7 @@ class Answer:
         self.prompt_ids: Sequence[int] = ()
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
-        self.topk: list[tuple[tuple[int, float], ...]] = []
+        self.topk: list[Sequence[Sequence[float]]] = []
         self._unread: list[bytes] = []
         """log-probs of the newest tokens, as the engine wrote them"""
         self._unread_bytes = 0
@@ -100,7 +110,7 @@ class Answer:
     def load(self, content: bytes) -> Any:
         """The engine's JSON, less prompt ids and log-probs the client did not ask for, which are kept. Raises
         ValueError."""
-        if not self._asked_ids:
+        if not self._asked_ids and not self.prompt_ids:
             content, ids = take_prompt_ids(content)
             if ids is not None:
                 self.prompt_ids = ids
@@ -200,17 +210,7 @@ class Answer:
         choices = chunk.get("choices")
         if not choices or self._asked_ids or self._asked_logprobs or chunk.get("usage"):
             return False
-        for choice in choices:
-            if choice.get("finish_reason"):
-                return False
-            if "delta" not in choice:
-                if choice.get("text"):
-                    return False
-                continue
-            delta = choice["delta"] or {}
-            if "role" in delta or any(delta.get(name) for name in _SHOWN):
-                return False
-        return "token_ids" in choices[0]
+        return "token_ids" in choices[0] and not any(map(_says_something, choices))
 
     def _strip(self, part: Mapping[str, Any]) -> dict[str, Any]:
         shown = dict(part)
@@ -219,7 +219,7 @@ class Answer:
         if self._model is not None and "model" in shown:
             shown["model"] = self._model
         if "choices" in shown:
-            shown["choices"] = [self._strip_choice(choice) for choice in part.get("choices") or []]
+            shown["choices"] = list(map(self._strip_choice, part["choices"] or ()))
         return shown
 
     def _strip_choice(self, choice: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,10 +229,11 @@ class Answer:
             shown.pop("prompt_token_ids", None)
         if "logprobs" not in shown:
             return shown
-        content = (shown["logprobs"] or {}).get("content")
         if not self._asked_logprobs:
             shown["logprobs"] = None
-        elif content is not None and not self._asked_tokens_as_ids:
+            return shown
+        content = (shown["logprobs"] or {}).get("content")
+        if content is not None and not self._asked_tokens_as_ids:
             entries = [
                 {**_text_entry(e), "top_logprobs": [_text_entry(t) for t in e["top_logprobs"][: self._asked_top]]}
                 for e in content

@@ -64,14 +64,14 @@ class Sampled:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """log-probability of each token under the distribution it was sampled from"""
-    topk: tuple[tuple[tuple[int, float], ...], ...]
+    topk: Sequence[Sequence[Sequence[float]]]
     """for each token the K most likely (id, log-prob), most likely first"""
     version: int
     """weight version that produced every token; 0 is the untrained policy"""
     sampling: Sampling
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON holds it, its lists still tuples."""
+        """As JSON holds it, its lists perhaps tuples."""
         return {
             "prompt_ids": self.prompt_ids,
             "token_ids": self.token_ids,

@@ -52,17 +52,22 @@ def take_prompt_ids(content: bytes) -> tuple[bytes, WrittenIds | None]:
         return content, None
     start += len(_PROMPT) - 1
     end = content.find(b"]", start) + 1
-    ids = content[start + 1 : end - 1]
-    if end == 0 or not _integers(ids) or content.find(_PROMPT, end) >= 0:
+    if end == 0 or content.find(_PROMPT, end) >= 0:
         return content, None
-    return b"%b[]%b" % (content[:start], content[end:]), WrittenIds(content[start:end])
+    if not _integers(content, start + 1, end - 1):
+        return content, None
+    return b"%b[]%b" % (content[:start], content[end:]), WrittenIds(b"".join(_pieces(content, start, end)))
 
 
-def _integers(ids: bytes) -> bool:
-    """Digits with single commas between them."""
-    if not ids[:1].isdigit() or not ids[-1:].isdigit():
+def _pieces(content: bytes, start: int, end: int, overlap: int = 0) -> Iterator[bytes]:
+    return (content[at : min(at + _PIECE + overlap, end)] for at in range(start, end, _PIECE))
+
+
+def _integers(content: bytes, start: int, end: int) -> bool:
+    """Whether there are digits with single commas between them."""
+    if not content[start : start + 1].isdigit() or not content[end - 1 : end].isdigit():
         return False
-    pieces = (ids[at : at + _PIECE + 1] for at in range(0, len(ids), _PIECE))  # two commas may stand on an edge
+    pieces = _pieces(content, start, end, overlap=1)  # two commas may stand on an edge
     return not any(b",," in piece or piece.translate(None, b"0123456789,") for piece in pieces)
 
 

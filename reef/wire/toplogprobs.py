@@ -8,22 +8,28 @@ record.
 
 from __future__ import annotations
 
+import re
+from itertools import chain
 from operator import itemgetter
+from typing import Any
 
 import orjson
 
 _START = b'"logprobs":{"content":['
 _END = b"}]}]}"
 """of the last alternative, its list, the last token, the list of tokens, and the log-probs"""
+_BYTES = re.compile(rb',"bytes":(?:\[[0-9,]*\]|null)')
+"""of a token's text, which its id says already; half of the text, and most of what there is to parse"""
 _WITHOUT_NAMES = (
-    (b'{"token":"token_id:', b"["),
     (b'","logprob":', b","),
-    (b',"bytes":', b","),
+    (b'{"token":"token_id:', b"["),
     (b',"top_logprobs":', b","),
     (b"}", b"]"),
 )
-_INTEGERS = {int}
-Row = tuple[tuple[int, float], ...]
+_NUMBERS = b"0123456789+-.eE,[]"
+_VALUE = itemgetter(1)
+Row = list[list[Any]]
+"""[id, log-prob] of each alternative of a token"""
 
 
 def take_logprobs(content: bytes) -> tuple[bytes, bytes | None]:
@@ -43,22 +49,19 @@ def take_logprobs(content: bytes) -> tuple[bytes, bytes | None]:
 def read_logprobs(items: bytes) -> tuple[list[float], list[Row]] | None:
     """The log-prob of each token, and its alternatives, most likely first; None unless all tokens are named by
     their ids and have log-probs as vLLM writes them."""
+    text = b"".join(_BYTES.split(items))
     for name, short in _WITHOUT_NAMES:
-        items = items.replace(name, short)
-    if b'"' in items or b"{" in items:
+        text = text.replace(name, short)
+    if text.translate(None, _NUMBERS) or b"[-" in text:  # other names, or ids below zero
         return None
-    logprobs: list[float] = []
-    rows: list[Row] = []
     try:
-        for id, logprob, _, tops in orjson.loads(b"[%b]" % items):
-            ids, values, _ = zip(*tops, strict=True) if tops else ((), (), ())
-            if {*map(type, ids), type(id)} != _INTEGERS or (ids and min(ids) < 0):
-                return None
-            logprobs.append(float(logprob))
-            row = tuple(zip(ids, map(float, values), strict=True))
-            if values != tuple(sorted(values, reverse=True)):
-                row = tuple(sorted(row, key=itemgetter(1), reverse=True))
-            rows.append(row)
+        ids, logprobs, rows = zip(*orjson.loads(b"[%b]" % text), strict=True)
+        alternatives = list(chain.from_iterable(rows))
+        top_ids, top_logprobs = zip(*alternatives, strict=True) if alternatives else ((), ())
     except (ValueError, TypeError):
         return None
-    return logprobs, rows
+    if {*map(type, ids), *map(type, top_ids)} != {int} or {*map(type, logprobs), *map(type, top_logprobs)} != {float}:
+        return None
+    for row in rows:
+        row.sort(key=_VALUE, reverse=True)
+    return list(logprobs), list(rows)
