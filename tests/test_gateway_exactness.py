@@ -65,7 +65,7 @@ def test_streamed_and_whole_answers_have_one_record(
     assert list(whole.sampled.prompt_ids) == tokenizer.render(ASK)
     assert all(len(row) == 3 for row in whole.sampled.topk)
     for token, logprob, row in zip(whole.sampled.token_ids, whole.sampled.logprobs, whole.sampled.topk, strict=True):
-        assert dict(row).get(token, logprob) == pytest.approx(logprob)
+        assert {int(i): p for i, p in row}.get(token, logprob) == pytest.approx(logprob)
     shown = "".join(
         (json.loads(line[6:])["choices"] or [{"delta": {}}])[0]["delta"].get("content") or ""
         for line in raw.splitlines()

@@ -79,7 +79,7 @@ def make_sample(
         prompt_ids=tuple(sampled.prompt_ids),
         response_ids=sampled.token_ids,
         logprobs=sampled.logprobs,
-        topk_ids=tuple(tuple(i for i, _ in row) for row in sampled.topk),
+        topk_ids=tuple(tuple(int(i) for i, _ in row) for row in sampled.topk),
         mask=response_mask(sampled),
         tau=sampled.sampling.tau,
         reward=verdict.verdict,
