@@ -126,7 +126,7 @@ def frozen(body: Body, rows: Sequence[Row]) -> torch.Tensor:
     for at in range(0, len(rows), BATCH):
         readings = [reader.read(row.history, row.next) for row in rows[at : at + BATCH]]
         context, suffix = Padded.of([r.context for r in readings]), Padded.of([r.suffix for r in readings])
-        h = body.suffix(body.embed(suffix), body.context(context), context.lengths, {}, range(body.depth))
+        h = body.suffix(suffix, body.context(context, {}), context.lengths, {})
         out.append(pool(h, suffix.lengths))
     return torch.cat(out)
 
@@ -166,10 +166,10 @@ def cost(body: Body, head: Head, repeats: int = 3) -> dict[str, float]:
     reading = reader.read(history, said)
     out: dict[str, float] = {"turn_tokens": sum(TOKENS.values()), "tokens_read": reading.tokens}
     for name, n in (("batched", BATCH), ("alone", 1)):
-        score(body, head, [reading] * n, [(history, said)] * n, Context.of(body, [reading] * n))
+        score(body, head, [reading] * n, [(history, said)] * n, Context.of(body, head, [reading] * n))
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(repeats):
-            score(body, head, [reading] * n, [(history, said)] * n, Context.of(body, [reading] * n))
+            score(body, head, [reading] * n, [(history, said)] * n, Context.of(body, head, [reading] * n))
         out[f"{name}_ms"] = round((time.perf_counter() - wall) / repeats / n * 1000, 1)
         out[f"{name}_cpu_ms"] = round((time.process_time() - cpu) / repeats / n * 1000, 1)
     return out

@@ -377,7 +377,8 @@ def test_the_embedded_judge_refuses_a_history_without_a_reply(tmp_path: Path) ->
 
 
 def test_two_passes_equal_one_and_padding_changes_nothing(model_dir: str) -> None:
-    """The context pass plus the suffix pass give the hidden states of the untouched base."""
+    """The context pass plus the suffix pass give the hidden states of the untouched base, and with an adapter those
+    of one pass over all of it."""
     import torch
     from transformers import AutoModel
 
@@ -389,7 +390,19 @@ def test_two_passes_equal_one_and_padding_changes_nothing(model_dir: str) -> Non
     rows = [((5, 6, 7, 8, 9), (10, 11)), ((20,), (21, 22, 23, 24))]
     context, suffix = Padded.of([c for c, _ in rows]), Padded.of([s for _, s in rows])
     with torch.inference_mode():
-        h = body.suffix(body.embed(suffix), body.context(context), context.lengths, {}, range(3))
+        h = body.suffix(suffix, body.context(context, {}), context.lengths, {})
         for i, (c, s) in enumerate(rows):
             expected = whole(torch.tensor([[*c, *s]])).last_hidden_state[0, len(c) :]
             torch.testing.assert_close(h[i, : len(s)], expected, atol=1e-3, rtol=1e-3)
+    adapter = {
+        f"{layer}.{name}": (torch.randn(2, width) / 20, torch.randn(out, 2) / 20)
+        for layer in (1, 2)
+        for name, (out, width) in body.shapes(layer).items()
+    }
+    with torch.inference_mode():
+        adapted = body.suffix(suffix, body.context(context, adapter), context.lengths, adapter)
+        together = body.whole(body.lower(Padded.of([(*c, *s) for c, s in rows]), 1), adapter, range(1, 3))
+    assert (adapted - h).abs().max() > 0.01
+    for i, (c, s) in enumerate(rows):
+        expected = together[i, len(c) : len(c) + len(s)]
+        torch.testing.assert_close(adapted[i, : len(s)], expected, atol=1e-3, rtol=1e-3)

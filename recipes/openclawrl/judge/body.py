@@ -1,9 +1,10 @@
-"""The frozen base model read in two passes, and the adapter that works in the second.
+"""The frozen base model and the adapter on its upper layers, read in two passes or in one.
 
-The first pass reads what went before (request and reply) with the base alone and leaves keys and values;
-the second reads the next message and the question on top of them, with the adapter. So training needs
-the first pass once, and its cost is that of the short second part. Shapes: B rows, C context tokens,
-S suffix tokens, D width. It knows no verdict, no corpus and no file but the base model's folder.
+Judging reads in two: the first goes over what went before (request and reply) and leaves keys and values, the
+second reads the next message on top of them; so the clauses of a message share what came before it. Training
+reads both as one sequence, which is the same since nothing looks ahead, and starts where the lowest adapted layer
+does: below it the base is a function of the row alone. Shapes: B rows, C context tokens, S suffix tokens, D width.
+It knows no verdict, no corpus and no file but the base model's folder.
 """
 
 from __future__ import annotations
@@ -80,47 +81,46 @@ class Body:
         return {name: tuple(linear.weight.shape) for name, linear in found if linear is not None}
 
     @torch.inference_mode()
-    def context(self, rows: Padded) -> KeysValues:
+    def context(self, rows: Padded, adapter: Adapter) -> KeysValues:
         """First pass: keys and values of the context in every layer."""
         h = self._embed(rows.ids)
         turn = self._turn(torch.arange(rows.ids.shape[1])[None], h)
         kept: KeysValues = []
-        for layer in self._layers[:-1]:
-            h, kv = self._block(layer, h, turn, None, None, {}, "")
+        for i, layer in enumerate(self._layers):
+            h, kv = self._block(layer, h, turn, None, None, adapter, f"{i}.")
             kept.append(kv)
-        return [*kept, self._keys_values(self._layers[-1], h, turn)]
+        return kept
 
-    def embed(self, rows: Padded) -> Tensor:
-        """What enters layer 0, [B, S, D]."""
-        return self._embed(rows.ids)
+    @torch.inference_mode()
+    def lower(self, rows: Padded, until: int) -> Tensor:
+        """What enters layer `until` of whole sequences, [B, S, D]; right only where no layer below it is adapted."""
+        return self.whole(self._embed(rows.ids), {}, range(until))
 
-    def suffix(self, h: Tensor, past: KeysValues, past_lengths: Tensor, adapter: Adapter, layers: range) -> Tensor:
-        """Second pass: hidden states [B, S, D] entering `layers` to those leaving them.
+    def whole(self, h: Tensor, adapter: Adapter, layers: range) -> Tensor:
+        """Hidden states [B, S, D] of whole sequences entering `layers` to those leaving them."""
+        turn = self._turn(torch.arange(h.shape[1])[None], h)
+        for i in layers:
+            h, _ = self._block(self._layers[i], h, turn, None, None, adapter, f"{i}.")
+        return h
 
-        `past` holds the context's keys and values of just these layers, `past_lengths` [B] how many of its C
-        positions are real.
+    def suffix(self, rows: Padded, past: KeysValues, past_lengths: Tensor, adapter: Adapter) -> Tensor:
+        """Second pass: the last hidden states [B, S, D] of what follows a context.
+
+        `past` holds the context's keys and values, `past_lengths` [B] how many of its C positions are real.
         """
+        h = self._embed(rows.ids)
         s, c = h.shape[1], past[0][0].shape[2]
         turn = self._turn(past_lengths[:, None] + torch.arange(s)[None], h)
         seen = (torch.arange(c)[None] < past_lengths[:, None])[:, None, None, :].expand(-1, 1, s, c)
         causal = torch.ones(s, s, dtype=torch.bool).tril().expand(h.shape[0], 1, s, s)
         mask = torch.cat([seen, causal], dim=-1)
-        for i, kv in zip(layers, past, strict=True):
+        for i, kv in enumerate(past):
             h, _ = self._block(self._layers[i], h, turn, kv, mask, adapter, f"{i}.")
         return h
 
     def _turn(self, positions: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self._rotary(h, positions)
         return cos[:, None], sin[:, None]
-
-    def _keys_values(self, layer: Any, h: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """What the last layer's attention would be asked of `h`; its output is not needed."""
-        x = self._rms(h, layer.input_layernorm.weight)
-        k, v = (
-            linear(x).view(*x.shape[:2], self._kv_heads, self._head_width).transpose(1, 2)
-            for linear in (layer.self_attn.k_proj, layer.self_attn.v_proj)
-        )
-        return _rotate(k, turn), v
 
     def _block(
         self,

@@ -117,7 +117,7 @@ class EmbeddedPrm:
         started = time.monotonic()
         loaded = self._load()
         readings = [loaded.reader.read(asked.history, asked.next) for asked in batch]
-        context = Context.of(loaded.body, readings)
+        context = Context.of(loaded.body, loaded.head, readings)
         scored = score(loaded.body, loaded.head, readings, [(a.history, a.next) for a in batch], context)
         parts = {
             i: clauses(asked.next["content"])

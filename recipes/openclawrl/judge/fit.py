@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional as fn
+from torch.nn.utils.rnn import pad_sequence
 
 from recipes.openclawrl.judge.attribution import FEATURES, ROLES
-from recipes.openclawrl.judge.body import Adapter, Body, KeysValues
+from recipes.openclawrl.judge.body import Adapter, Body
 from recipes.openclawrl.judge.corpus import KINDS
 from recipes.openclawrl.judge.head import PARTS, Head, pool, target_logits
 from recipes.openclawrl.judge.prepared import Prepared
@@ -185,14 +186,12 @@ def pooled_all(body: Body, head: Head, data: Sequence[Prepared], first: int) -> 
 
 def pooled_of(body: Body, rows: Sequence[Prepared], adapter: Adapter, first: int, scale: float) -> Tensor:
     """Pooled suffix [B, 2 D] of prepared rows under `adapter`, whose B parts still lack the factor `scale`."""
-    lengths = torch.tensor([len(r.h) for r in rows])
-    past_lengths = torch.tensor([r.past.shape[3] for r in rows])
-    c, s = int(past_lengths.max()), int(lengths.max())
-    h = torch.stack([fn.pad(r.h, (0, 0, 0, s - len(r.h))) for r in rows]).float()
-    stacked = torch.stack([fn.pad(r.past, (0, 0, 0, c - r.past.shape[3])) for r in rows], dim=2).float()
-    past: KeysValues = [(layer[0], layer[1]) for layer in stacked]
+    width = max(len(r.h) for r in rows)
+    h = torch.stack([fn.pad(r.h, (0, 0, 0, width - len(r.h))) for r in rows]).float()
     scaled = adapter if scale == 1.0 else {n: (a, b * scale) for n, (a, b) in adapter.items()}
-    return pool(body.suffix(h, past, past_lengths, scaled, range(first, body.depth)), lengths)
+    out = body.whole(h, scaled, range(first, body.depth))
+    said = [out[i, r.context : len(r.h)] for i, r in enumerate(rows)]
+    return pool(pad_sequence(said, batch_first=True), torch.tensor([len(one) for one in said]))
 
 
 def _share(gradients: Sequence[Tensor], workers: int) -> None:

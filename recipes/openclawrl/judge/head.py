@@ -54,9 +54,9 @@ class Context:
 
     @staticmethod
     @torch.inference_mode()
-    def of(body: Body, readings: Sequence[Reading]) -> Context:
+    def of(body: Body, head: Head, readings: Sequence[Reading]) -> Context:
         rows = Padded.of([r.context for r in readings])
-        return Context(body.context(rows), rows.lengths)
+        return Context(body.context(rows, head.adapter), rows.lengths)
 
     def rows(self, chosen: Sequence[int]) -> Context:
         """The context of some rows of the batch, in any order and as often as named."""
@@ -198,7 +198,7 @@ def score(
 ) -> list[Scores]:
     """What the model makes of each reaction (history, next) laid out as `readings`, one batch on its `context`."""
     suffix = Padded.of([r.suffix for r in readings])
-    h = body.suffix(body.embed(suffix), context.past, context.lengths, head.adapter, range(body.depth))
+    h = body.suffix(suffix, context.past, context.lengths, head.adapter)
     pooled = pool(h, suffix.lengths)
     verdicts = head.probabilities(head.logits("verdict", pooled)).tolist()
     kind = head.logits("kind", pooled)

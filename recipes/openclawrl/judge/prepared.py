@@ -1,4 +1,4 @@
-"""Rows of the corpus after the context pass, which training needs only once, and the files that keep them.
+"""Rows of the corpus after the layers below the adapter, which training needs only once, and their files.
 
 The base model below the adapter is frozen: what the trained layers start from is a function of the row alone.
 It knows no adapter, no loss and no split.
@@ -30,12 +30,12 @@ CACHED_TOGETHER = 256
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A row after the context pass: what the trained layers start from."""
+    """A row after the layers below the adapter: what the trained ones start from."""
 
-    past: Tensor
-    """keys and values of the trained layers, half precision [L, 2, kv heads, C, head width]"""
     h: Tensor
-    """hidden states of the suffix entering the first trained layer, half precision [S, D]"""
+    """hidden states of context and suffix entering the first trained layer, half precision [C + S, D]"""
+    context: int
+    """how many of them are the context's"""
     verdict: int
     """index in VERDICTS"""
     kind: int
@@ -48,26 +48,21 @@ class Prepared:
 
 
 def prepare(body: Body, rows: Sequence[Row], first: int, batch: int = 16) -> list[Prepared]:
-    """Run the context pass and the untrained layers over `rows`."""
+    """Run the untrained layers over `rows`."""
     reader = Reader(body.tokenizer)
     readings = [reader.read(row.history, row.next) for row in rows]
     done: dict[int, Prepared] = {}
-    order = sorted(range(len(rows)), key=lambda i: len(readings[i].context))
+    order = sorted(range(len(rows)), key=lambda i: readings[i].tokens)
     started = time.monotonic()
     for at in range(0, len(order), batch):
         chosen = order[at : at + batch]
-        context, suffix = (Padded.of([getattr(readings[i], p) for i in chosen]) for p in ("context", "suffix"))
-        with torch.inference_mode():
-            past = body.context(context)
-            h = body.suffix(body.embed(suffix), past[:first], context.lengths, {}, range(first))
+        h = body.lower(Padded.of([(*readings[i].context, *readings[i].suffix) for i in chosen]), first)
         for j, i in enumerate(chosen):
-            c, s = len(readings[i].context), len(readings[i].suffix)
-            kept = torch.stack([torch.stack([k[j, :, :c], v[j, :, :c]]) for k, v in past[first:]]).half()
             row, shown = rows[i], readings[i].replies
             bound = len(shown) > 1 and row.target in shown
             done[i] = Prepared(
-                past=kept,
-                h=h[j, :s].half(),
+                h=h[j, : readings[i].tokens].half(),
+                context=len(readings[i].context),
                 verdict=VERDICTS.index(row.verdict),
                 kind=KINDS.index(row.kind) if row.kind in KINDS else -1,
                 replies=shown,
@@ -80,7 +75,7 @@ def prepare(body: Body, rows: Sequence[Row], first: int, batch: int = 16) -> lis
 
 
 class Cache:
-    """Prepared rows in the files of a folder, so that an interrupted or repeated run needs no second context pass."""
+    """Prepared rows in the files of a folder, so that an interrupted or repeated run reads no row twice."""
 
     def __init__(self, body: Body, first: int, work: Path) -> None:
         self._body, self._first = body, first

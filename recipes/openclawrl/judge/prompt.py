@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-VERSION = "e2"
+VERSION = "e3"
 REQUEST_TOKENS, REPLY_TOKENS, NEXT_TOKENS = (40, 80, 64)
 SHOWN_REPLIES = 4
 """of the history's end, among which the one that is meant is looked for"""

@@ -1,7 +1,7 @@
 """Trains the embedded judge: `python -m recipes.openclawrl.judge.train --model DIR`.
 
 A low-rank adapter on the upper layers of the frozen base and linear heads learn the corpus's verdicts,
-kinds of reaction and targets. The context pass runs once. One run: a part of the conversations is held
+kinds of reaction and targets. The layers below the adapter run once. One run: a part of the conversations is held
 out, the rest trains, the held-out part calibrates and measures. With `--work DIR` an interrupted run
 goes on at the last finished epoch. A small model of words helps to find the reply that is meant; it is
 fitted last, and `--targets-only` fits it to weights that are there, in minutes. Owns the split and the
