@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from recipes.openclawrl import teacher
 from recipes.openclawrl.objective import REEF, Objective
-from recipes.openclawrl.processor import make_rehearsal, rehearsal
+from recipes.openclawrl.processor import Sizes, make_rehearsal, rehearsal
 from recipes.openclawrl.teacher import (
     HEADING,
     Demonstration,
@@ -532,14 +532,14 @@ def accepted(tokenizer: ModelTokenizer, number: int, *, corrected: bool = False)
 
 def test_a_reply_accepted_after_corrections_is_rehearsed_as_the_first_answer(tokenizer: ModelTokenizer) -> None:
     past = [accepted(tokenizer, k, corrected=True) for k in range(2)]
-    sample = make_rehearsal(past[1], past, tokenizer, max_tokens=200, max_contexts=1, together=1)
+    sample = make_rehearsal(past[1], past, tokenizer, Sizes(200, contexts=1, together=1))
     assert sample is not None and past[1].turn.sampled is not None
     assert list(sample.prompt_ids) == tokenizer.render([{"role": "user", "content": "Question 1?"}])
     assert sample.response_ids == past[1].turn.sampled.token_ids
     assert (sample.rehearsed, sample.reward, sample.advantage) == (True, 0, 0.0)
     assert [c.text for c in sample.contexts] == ["Question 0?\n---\nhe keeps 0"]
     assert Sample.from_json(json.loads(json.dumps(sample.to_json()))) == sample
-    assert make_rehearsal(past[1], past, tokenizer, max_tokens=10, max_contexts=1, together=1) is None
+    assert make_rehearsal(past[1], past, tokenizer, Sizes(10, contexts=1, together=1)) is None
 
 
 def test_what_the_gate_holds_out_is_never_rehearsed(tokenizer: ModelTokenizer) -> None:
@@ -547,12 +547,12 @@ def test_what_the_gate_holds_out_is_never_rehearsed(tokenizer: ModelTokenizer) -
     chosen: set[str] = set()
     held: set[str] = set()
     for version in range(1, 20):
-        found = rehearsal(past, version, tokenizer, count=2, max_tokens=200, max_contexts=1, together=1)
+        found = rehearsal(past, version, tokenizer, count=2, sizes=Sizes(200, contexts=1, together=1))
         assert len(found.trained) == 2 and len(found.held_out) == 2
         chosen |= {s.turn for s in found.trained}
         held |= {s.turn for s in found.held_out}
     assert len(chosen) > 8 and not chosen & held
-    assert rehearsal([], 1, tokenizer, count=2, max_tokens=200, max_contexts=1, together=1).trained == ()
+    assert rehearsal([], 1, tokenizer, count=2, sizes=Sizes(200, contexts=1, together=1)).trained == ()
 
 
 def test_the_gate_refuses_a_candidate_that_unlearns_accepted_replies(

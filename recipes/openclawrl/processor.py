@@ -8,6 +8,7 @@ reason. Knows no model and no loss.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from zlib import crc32
 
 from recipes.openclawrl.judge.style import contrast
@@ -20,12 +21,33 @@ from reef.wire.exchange import Sampled
 TOOL_WEIGHT = 0.25
 """of the RL term where a tool's result was the reaction; such turns are not distilled"""
 
-TEACHER_ROOM = 2
 THINKING_END = "</think>"
 
 HELD_OUT_EVERY = 4
 HELD_OUT = 2
 """accepted replies a candidate is examined on, the newest of those never rehearsed"""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much of a turn is trained, and how much its teacher is shown."""
+
+    tokens: int
+    """of prompt plus reply"""
+    contexts: int
+    """candidates for the teacher"""
+    together: int
+    """accepted replies in one context"""
+
+    @property
+    def shown(self) -> int:
+        """Accepted replies in all contexts."""
+        return self.contexts * self.together
+
+    @property
+    def room(self) -> int:
+        """Tokens of the teacher's prompt, which is longer, plus reply."""
+        return 2 * self.tokens
 
 
 def make_sample(
@@ -34,25 +56,20 @@ def make_sample(
     past: Sequence[JudgedTurn],
     tokenizer: Tokenizer,
     *,
-    max_tokens: int,
-    max_contexts: int,
-    together: int,
+    sizes: Sizes,
     use_hints: bool,
     train_truncated: bool,
     synthetic: Sequence[Demonstration] = (),
 ) -> Sample | Refusal:
-    """The sample of a charged reply, or why there is none.
-
-    `max_tokens` bounds prompt plus reply; the teacher's longer prompt has twice that room.
-    """
+    """The sample of a charged reply, or why there is none."""
     sampled = turn.sampled
     if sampled is None:
         return Refusal("missing_logprobs", "no token ids were recorded")
     if turn.finish_reason == "length" and not train_truncated:
         return Refusal("truncated", "the reply was cut off by its token limit")
-    if len(sampled.prompt_ids) + len(sampled.token_ids) > max_tokens:
+    if len(sampled.prompt_ids) + len(sampled.token_ids) > sizes.tokens:
         length = len(sampled.prompt_ids) + len(sampled.token_ids)
-        return Refusal("too_long", f"{length} tokens, recipe.max_turn_tokens is {max_tokens}")
+        return Refusal("too_long", f"{length} tokens, recipe.max_turn_tokens is {sizes.tokens}")
     tool_turn = turn.next is not None and turn.next.role == "tool"
     contexts = ()
     if not tool_turn:
@@ -66,12 +83,12 @@ def make_sample(
                 tokenizer,
                 messages,
                 turn.reply.content,
-                demonstrations=[*demonstrations(turn, past, max_contexts * together), *synthetic],
-                together=together,
+                demonstrations=[*demonstrations(turn, past, sizes.shown), *synthetic],
+                together=sizes.together,
                 hints=hints,
                 memo=turn.memo if use_hints else (),
-                limit=max_contexts,
-                max_tokens=TEACHER_ROOM * max_tokens,
+                limit=sizes.contexts,
+                max_tokens=sizes.room,
             )
     return Sample(
         turn=turn.id,
@@ -96,9 +113,7 @@ def rehearsal(
     tokenizer: Tokenizer,
     *,
     count: int,
-    max_tokens: int,
-    max_contexts: int,
-    together: int,
+    sizes: Sizes,
 ) -> Rehearsal:
     """`count` of the accepted replies, another lot for each version, and those kept for the gate.
 
@@ -108,7 +123,7 @@ def rehearsal(
     made = [
         (judged.turn.id, sample)
         for judged in accepted.values()
-        if (sample := make_rehearsal(judged, past, tokenizer, max_tokens, max_contexts, together))
+        if (sample := make_rehearsal(judged, past, tokenizer, sizes))
     ]
     kept = [sample for id, sample in made if crc32(id.encode()) % HELD_OUT_EVERY == 0]
     open = [sample for id, sample in made if crc32(id.encode()) % HELD_OUT_EVERY]
@@ -120,9 +135,7 @@ def make_rehearsal(
     judged: JudgedTurn,
     past: Sequence[JudgedTurn],
     tokenizer: Tokenizer,
-    max_tokens: int,
-    max_contexts: int,
-    together: int,
+    sizes: Sizes,
 ) -> Sample | None:
     """An accepted reply as the answer to the request its session opened with, or None if it can't be that.
 
@@ -137,16 +150,16 @@ def make_rehearsal(
         return None
     messages = [{"role": m.role, "content": m.content} for m in turn.messages[: first + 1]]
     prompt = tuple(tokenizer.render(messages))
-    if len(prompt) + len(sampled.token_ids) > max_tokens:
+    if len(prompt) + len(sampled.token_ids) > sizes.tokens:
         return None
     contexts = candidate_contexts(
         tokenizer,
         messages,
         turn.reply.content,
-        demonstrations=demonstrations(turn, past, max_contexts * together),
-        together=together,
-        limit=max_contexts,
-        max_tokens=TEACHER_ROOM * max_tokens,
+        demonstrations=demonstrations(turn, past, sizes.shown),
+        together=sizes.together,
+        limit=sizes.contexts,
+        max_tokens=sizes.room,
     )
     return Sample(
         turn=f"{turn.id} again",

@@ -19,6 +19,7 @@ from reef.train.sample import Batch, Sample
 if TYPE_CHECKING:
     from recipes.openclawrl.hindsight import Hindsight
     from recipes.openclawrl.objective import Objective
+    from recipes.openclawrl.processor import Sizes
 
 
 CALMEST = 0.25
@@ -140,9 +141,7 @@ class OpenClawRL:
             verdict,
             past,
             self._tools.tokenizer,
-            max_tokens=self.config.max_turn_tokens,
-            max_contexts=self.config.max_contexts,
-            together=self.together(),
+            sizes=self._sizes(),
             use_hints=self.config.use_hints,
             train_truncated=self.config.train_truncated,
             synthetic=hindsight.of(turn.scenario) if (hindsight := self._cold_start()) else (),
@@ -173,9 +172,7 @@ class OpenClawRL:
             version,
             self._tools.tokenizer,
             count=self.rehearsals(),
-            max_tokens=self.config.max_turn_tokens,
-            max_contexts=self.config.max_contexts,
-            together=self.together(),
+            sizes=self._sizes(),
         )
 
     def loss(self, batch: Batch, policy: Scorer, reference: Scorer) -> Loss:
@@ -211,6 +208,11 @@ class OpenClawRL:
     def together(self) -> int:
         """How many accepted replies the teacher is shown at once."""
         return self.config.demonstrations or (1 if self.config.objective == "openclaw" else 3)
+
+    def _sizes(self) -> Sizes:
+        from recipes.openclawrl.processor import Sizes
+
+        return Sizes(self.config.max_turn_tokens, self.config.max_contexts, self.together())
 
     def _advantage_kind(self) -> str:
         return self.config.advantage or ("raw" if self.config.objective == "openclaw" else "baseline")
