@@ -39,13 +39,13 @@ class Settings:
     """lowest layer with an adapter"""
     depth: int = 18
     """layers of the base that are used"""
-    rank: int = 8
-    alpha: float = 16.0
+    rank: int = 16
+    alpha: float = 32.0
     epochs: int = 2
-    batch: int = 4
+    batch: int = 16
     """rows of each worker in a step"""
-    workers: int = 8
-    """processes of one thread, 0.7 GiB each"""
+    workers: int = 2
+    """processes of one thread, 2 GiB each"""
     lr: float = 1e-3
     weight_decay: float = 0.01
     dropout: float = 0.1
