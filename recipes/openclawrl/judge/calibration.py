@@ -20,12 +20,16 @@ from recipes.openclawrl.judge.words import Reaction
 
 NEUTRAL = VERDICTS.index(0)
 COVERAGES = (1.0, 0.9, 0.75, 0.5, 0.25)
+THRESHOLDS = [0.34 + 0.02 * i for i in range(33)]
+MOST_REVERSED = 0.15
+"""share of the charges that may say the reverse of the label: what they train pulls the wrong way"""
 
 
 def calibrate(head: Head, logits: Tensor, verdicts: Tensor) -> Head:
     """Set bias, temperature and threshold by the logits that `head` gave rows it was not trained on.
 
-    Bias and temperature minimise the log loss; the threshold maximises right minus reversed verdicts.
+    Bias and temperature minimise the log loss; the threshold is the lowest at which no more than `MOST_REVERSED` of
+    what is charged is the reverse of the label.
     """
     shift = torch.zeros(len(VERDICTS), requires_grad=True)
     heat = torch.zeros((), requires_grad=True)
@@ -42,11 +46,13 @@ def calibrate(head: Head, logits: Tensor, verdicts: Tensor) -> Head:
     moved, temperature = shift.detach(), heat.exp().item()
     probabilities = torch.softmax((logits + moved) / temperature, dim=-1)
 
-    def worth(threshold: float) -> float:
-        guess = decided(probabilities, threshold)
-        return ((guess == verdicts).float() - ((guess - verdicts).abs() == 2).float()).mean().item()
+    best, guess = probabilities.max(-1)
 
-    threshold = max((0.34 + 0.02 * i for i in range(14)), key=worth)
+    def reversed(threshold: float) -> float:
+        charged = (guess != NEUTRAL) & (best >= threshold)
+        return ((guess - verdicts).abs() == 2)[charged].float().mean().item() if charged.any() else 0.0
+
+    threshold = next((t for t in THRESHOLDS if reversed(t) <= MOST_REVERSED), THRESHOLDS[-1])
     weight, bias = head.linear["verdict"]
     linear = {**head.linear, "verdict": (weight, bias + moved)}
     return replace(head, linear=linear, temperature=temperature, threshold=threshold)
