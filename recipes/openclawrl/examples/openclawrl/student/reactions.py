@@ -230,7 +230,7 @@ REDO = (
     "Do it over, please.",
     "Would you redo it?",
     "Can you fix that for me?",
-    "One more time, please.",
+    "Let me see it done afresh, please.",
     "Please give me a different version.",
     "Mind writing it differently?",
     "Can you solve it again that way?",

@@ -128,6 +128,10 @@ updates in a run. Arms that distil draw contexts from one source: accepted repli
 the user's complaint (f: accepted replies only). Arm b keeps what the user said in a Markdown file in the
 system prompt; b2 adds the newest accepted answer to it. Arms a to f have the rule as judge, g has the
 embedded judge (its name, with the hash of its weights, is in each run's JSON).
+
+The student asks again in one of thirteen sentences; one of them was put in other words after the rows of arms a to f
+that are here, since a conversation of the judge's corpus had come to hold it. Replaying a run that drew it would part
+from its row there.
 """
 
 TRIED = """
