@@ -10,7 +10,7 @@ import csv
 import json
 import random
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,11 +199,11 @@ do, so none of it is more than a hint.
   newest accepted reply: 2 of the first 10, stopped; the gate, then with three canaries, refused four of ten
   steps, so this was no fair trial.
 
-So far preset `reef` learns fast and is no faster than preset `openclaw` with the same laptop settings; both
-are far above no learning. That `reef` beats it is not shown, and the better teacher and the first tokens have not
-moved the curve beyond what seeds do. What four rehearsed replies do shows best late in a run: see the rows above by
-their settings. What is slow still is the beginning: with one or two accepted replies to learn from, sessions 5 to 9
-fail about as often as they pass.
+So far, on two seeds, preset `reef` adapts at 6 and 10, has 27 and 23 of 36 first replies accepted and 39 of 48 held-out
+ones (settings 899088); with two rehearsed replies at half weight it was 9 and 10, 20 and 22, 36 of 48 (63f3cd), and
+preset `openclaw` on one seed 9, 21, 13 of 24. Two seeds show no more than a direction. What is slow still is the
+beginning: with one or two accepted replies to learn from, sessions 5 to 9 fail about as often as they pass. Four epochs
+a step instead of two were begun and not finished.
 """
 
 
@@ -281,8 +281,12 @@ def by_seed(groups: Sequence[Group]) -> str:
     return "\n".join([*lines, "```", ""])
 
 
+DASHES = ("--", "-", "-.", ":")
+
+
 def draw(groups: Sequence[Group], file: Path) -> None:
-    """Accepted first replies so far, mean over seeds with each seed faint behind it."""
+    """Accepted first replies so far, mean over seeds with each seed faint behind it; the groups of one arm share its
+    colour and differ in their dashes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -290,14 +294,18 @@ def draw(groups: Sequence[Group], file: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 5))
     order = {key: i for i, key in enumerate(ARMS)}
+    seen: Counter[str] = Counter()
     for group in groups:
+        style = DASHES[seen[group.arm] % len(DASHES)]
+        seen[group.arm] += 1
         color = f"C{order.get(group.arm, len(order)) % 10}"
         curves = [[sum(r.passes[: k + 1]) for k in range(len(r.passes))] for r in group.runs]
         sessions = range(1, min(map(len, curves)) + 1)
         for curve in curves:
             axes.plot(sessions, curve[: len(sessions)], color=color, alpha=0.15, linewidth=1)
         mean = [statistics.fmean(curve[k - 1] for curve in curves) for k in sessions]
-        axes.plot(sessions, mean, color=color, label=f"{group.title} ({len(curves)})")
+        label = f"{group.title}, {group.settings} ({len(curves)})"
+        axes.plot(sessions, mean, color=color, linestyle=style, label=label)
     axes.set_xlabel("session")
     axes.set_ylabel("first replies accepted so far")
     axes.legend(fontsize=8)
