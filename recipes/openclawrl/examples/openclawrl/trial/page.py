@@ -204,6 +204,11 @@ ones (settings 899088); with two rehearsed replies at half weight it was 9 and 1
 preset `openclaw` on one seed 9, 21, 13 of 24. Two seeds show no more than a direction. What is slow still is the
 beginning: with one or two accepted replies to learn from, sessions 5 to 9 fail about as often as they pass. Four epochs
 a step instead of two were begun and not finished.
+
+`reef demo` (36 sessions, the embedded judge, four side by side; 16 minutes on one core): 20 of 36, where the untrained
+control has 9; 8 of 10 around session 20, and 3 to 6 of 10 after it. What went wrong there can be read: first
+replies that begin "You've already done it. I'll do it again." A reply accepted after corrections is rehearsed as the
+answer to the opening request, and some of these speak to the correction. That is the next thing to mend.
 """
 
 
