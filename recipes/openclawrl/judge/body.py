@@ -86,10 +86,12 @@ class Body:
         h = self._embed(rows.ids)
         turn = self._turn(torch.arange(rows.ids.shape[1])[None], h)
         kept: KeysValues = []
-        for i, layer in enumerate(self._layers):
+        for i, layer in enumerate(self._layers[:-1]):
             h, kv = self._block(layer, h, turn, None, None, adapter, f"{i}.")
             kept.append(kv)
-        return kept
+        last = self._layers[-1]  # nobody asks for what leaves it
+        x = self._rms(h, last.input_layernorm.weight)
+        return [*kept, self._keys_values(last.self_attn, x, turn, adapter, f"{self.depth - 1}.")]
 
     @torch.inference_mode()
     def lower(self, rows: Padded, until: int) -> Tensor:
@@ -135,18 +137,14 @@ class Body:
         """One layer: hidden states [B, S, D] in and out, and this pass's own keys and values."""
 
         def project(linear: Any, name: str, x: Tensor) -> Tensor:
-            out = fn.linear(x, linear.weight)
-            pair = adapter.get(prefix + name)
-            return out if pair is None else out + fn.linear(fn.linear(x, pair[0]), pair[1])
+            return _project(linear, x, adapter.get(prefix + name))
 
         b, s, _ = h.shape
         attention, mlp = layer.self_attn, layer.mlp
         x = self._rms(h, layer.input_layernorm.weight)
         q = project(attention.q_proj, "q_proj", x).view(b, s, self._heads, self._head_width).transpose(1, 2)
-        k = project(attention.k_proj, "k_proj", x).view(b, s, self._kv_heads, self._head_width).transpose(1, 2)
-        v = project(attention.v_proj, "v_proj", x).view(b, s, self._kv_heads, self._head_width).transpose(1, 2)
-        q, k = _rotate(q, turn), _rotate(k, turn)
-        own = (k, v)
+        q = _rotate(q, turn)
+        k, v = own = self._keys_values(attention, x, turn, adapter, prefix)
         if past is not None:
             k, v = torch.cat([past[0].to(k.dtype), k], dim=2), torch.cat([past[1].to(v.dtype), v], dim=2)
         groups = self._heads // self._kv_heads
@@ -157,8 +155,26 @@ class Body:
         gated = fn.silu(project(mlp.gate_proj, "gate_proj", x)) * project(mlp.up_proj, "up_proj", x)
         return h + project(mlp.down_proj, "down_proj", gated), own
 
+    def _keys_values(
+        self, attention: Any, x: Tensor, turn: tuple[Tensor, Tensor], adapter: Adapter, prefix: str
+    ) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values of normed hidden states [B, S, D]."""
+        k, v = (
+            _project(linear, x, adapter.get(prefix + name))
+            .view(*x.shape[:2], self._kv_heads, self._head_width)
+            .transpose(1, 2)
+            for name, linear in (("k_proj", attention.k_proj), ("v_proj", attention.v_proj))
+        )
+        return _rotate(k, turn), v
+
     def _rms(self, h: Tensor, weight: Tensor) -> Tensor:
         return fn.rms_norm(h, (self.width,), weight, self._eps)
+
+
+def _project(linear: Any, x: Tensor, pair: tuple[Tensor, Tensor] | None) -> Tensor:
+    """A linear layer and what an adapter adds to it."""
+    out = fn.linear(x, linear.weight)
+    return out if pair is None else out + fn.linear(fn.linear(x, pair[0]), pair[1])
 
 
 def _fingerprint(model: Any) -> str:
