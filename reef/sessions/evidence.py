@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from reef.sessions.digest import digest, fold, join, numberless, opening, openings, words
+from reef.sessions.digest import digest, fold, numberless, opening, openings, words
 from reef.sessions.index import By, Index, Node, key
 from reef.sessions.keys import DISTINCT, group_key, session_key, text_of, variants
 from reef.sessions.ladder import KnownId
@@ -124,7 +124,7 @@ class Finder:
         """Those whose reply stood after the same atom as `group` does."""
         t = ask.transcript
         one, _ = agreement(t.atoms[: group.start])
-        wanted = {key(ask.scope, By.REPLY_1, join((v, one))) for v in variants(t.atoms[group.start : group.end])}
+        wanted = {key(ask.scope, By.REPLY_1, v + one) for v in variants(t.atoms[group.start : group.end])}
         return [n for n in nodes if not wanted.isdisjoint(n.keys)]
 
     def _by_group(self, ask: Ask) -> Found | None:
@@ -170,7 +170,7 @@ class Finder:
         echoes = variants(reply)
         for variant in echoes:
             for by, context, score in ((By.REPLY_2, two, 0.97), (By.REPLY_1, one, 0.95)):
-                nodes = self._index.under(key(ask.scope, by, join((variant, context))))
+                nodes = self._index.under(key(ask.scope, by, variant + context))
                 reason = f"the {place} is its reply, and so is what stood before"
                 found = self._settle(ask, nodes, group, "reply_anchor", score, reason)
                 if found:

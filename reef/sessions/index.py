@@ -22,7 +22,7 @@ CHILDREN = 32
 
 
 class By(bytes, Enum):
-    """What a key is a digest of: one letter of it."""
+    """What a key stands for: one letter of it."""
 
     CHAIN = b"c"
     """the whole conversation, reply included"""
@@ -153,7 +153,7 @@ class Nowhere:
 
 
 def key(scope: bytes, by: By, value: bytes) -> bytes:
-    """The key of a digest within a scope (a digest, too)."""
+    """The key of a value within a scope (a digest): the value is a digest, too, or as short as a few."""
     return scope + by + value
 
 

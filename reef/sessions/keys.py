@@ -34,8 +34,8 @@ def node_keys(node: Node, t: Transcript, response: str | None, calls: Sequence[s
         echoes += variants(t.bare)
     for variant in dict.fromkeys(echoes):
         out.append(key(scope, By.REPLY, variant))
-        out.append(key(scope, By.REPLY_1, join((variant, one))))
-        out.append(key(scope, By.REPLY_2, join((variant, two))))
+        out.append(key(scope, By.REPLY_1, variant + one))
+        out.append(key(scope, By.REPLY_2, variant + two))
     first = opening(node.said.split(" ", OPENING))
     if first:
         out.append(key(scope, By.OPENING, first))
@@ -62,7 +62,7 @@ def head_keys(node: Node) -> list[bytes]:
 
 
 def session_key(scope: bytes, session: str) -> bytes:
-    return key(scope, By.SESSION, digest("session", session))
+    return key(scope, By.SESSION, session.encode("utf-8", "surrogatepass"))
 
 
 def group_key(scope: bytes, group: str, shape: bytes) -> bytes:
@@ -72,9 +72,9 @@ def group_key(scope: bytes, group: str, shape: bytes) -> bytes:
 
 def variants(reply: Sequence[Atom]) -> list[bytes]:
     """A reply whole, its calls alone, its text alone: clients drop one or the other."""
-    whole = join([a.digest for a in reply])
     if len(reply) == 1:
-        return [whole]
+        return [reply[0].digest]
+    whole = join([a.digest for a in reply])
     calls = [a.digest for a in reply if a.kind == CALL]
     texts = [a.digest for a in reply if a.kind == TEXT]
     out = [whole]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from reef.recipe import NextState
 from reef.sessions import harness
-from reef.sessions.digest import ROOT, SIZE, canonical_arguments, digest, extend, fold, join
+from reef.sessions.digest import ROOT, canonical_arguments, digest, extend, fold
 from reef.wire.exchange import Message
 
 USER, TEXT, CALL, TOOL, HARNESS = "user", "text", "call", "tool", "harness"
@@ -203,10 +203,9 @@ def next_state(tail: Sequence[Atom]) -> NextState | None:
 
 
 def agreement(before: Sequence[Atom]) -> tuple[bytes, bytes]:
-    """Digests of the last one and the last two atoms before a reply, tool results left out."""
+    """The digests of the last one and of the last two atoms before a reply, tool results left out."""
     last = [a.digest for a in before[-CONTEXT:] if a.kind != TOOL][-2:]
-    one = last[-1] if last else bytes(SIZE)
-    return one, join(last)
+    return (last[-1] if last else b""), b"".join(last)
 
 
 def strings_in_call(call: Atom) -> list[str]:
