@@ -555,6 +555,31 @@ def test_what_the_gate_holds_out_is_never_rehearsed(tokenizer: ModelTokenizer) -
     assert rehearsal([], 1, tokenizer, count=2, sizes=Sizes(200, contexts=1, together=1)).trained == ()
 
 
+def test_replies_accepted_at_once_are_rehearsed_before_corrected_ones(tokenizer: ModelTokenizer) -> None:
+    """A corrected reply said "You've already done it. I'll do it again", and openings came to say so."""
+    sizes = Sizes(200, contexts=1, together=1)
+    corrected = [accepted(tokenizer, k, corrected=True) for k in range(12)]
+    few = [*corrected, *(accepted(tokenizer, k) for k in range(12, 14))]
+    enough = [*corrected, *(accepted(tokenizer, k) for k in range(12, 24))]
+
+    def rehearsed(past: list[JudgedTurn]) -> set[int]:
+        lots = [rehearsal(past, v, tokenizer, count=3, sizes=sizes).trained for v in range(1, 9)]
+        return {int(s.turn.removeprefix("turn").removesuffix(" again")) for lot in lots for s in lot}
+
+    assert min(rehearsed(few)) < 12 and {12, 13} & rehearsed(few)
+    assert len(rehearsed(enough)) > 3 and min(rehearsed(enough)) >= 12
+
+
+def test_whole_replies_are_rehearsed_before_those_that_were_cut_off(tokenizer: ModelTokenizer) -> None:
+    """Four of five replies of 64 tokens were accepted though they broke off: the policy never learned to end."""
+    past = [accepted(tokenizer, k) for k in range(24)]
+    cut = [replace(j, turn=replace(j.turn, finish_reason="length")) if int(j.turn.id[4:]) % 3 else j for j in past]
+    lots = [
+        rehearsal(cut, v, tokenizer, count=3, sizes=Sizes(200, contexts=1, together=1)).trained for v in range(1, 9)
+    ]
+    assert {int(s.turn.removeprefix("turn").removesuffix(" again")) % 3 for lot in lots for s in lot} == {0}
+
+
 def test_the_gate_refuses_a_candidate_that_unlearns_accepted_replies(
     policy: Policy, tokenizer: ModelTokenizer, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from recipes.openclawrl.judge.style import contrast
-from recipes.openclawrl.sessions import demonstrations
+from recipes.openclawrl.sessions import SORTS, demonstrations, opens, sort_of
 from recipes.openclawrl.teacher import Demonstration, candidate_contexts, check_render
 from reef.recipe import JudgedTurn, Refusal, Rehearsal, Tokenizer, Turn, Verdict
 from reef.train.sample import Sample
@@ -30,7 +30,7 @@ HELD_OUT = 2
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of a turn is trained, and how much its teacher is shown."""
+    """How much of a turn is trained, and how much of what its teacher is shown."""
 
     tokens: int
     """of prompt plus reply"""
@@ -38,6 +38,8 @@ class Sizes:
     """candidates for the teacher"""
     together: int
     """accepted replies in one context"""
+    choose_best: bool = True
+    """of accepted replies, those that show best what is wanted; else the newest"""
 
     @property
     def shown(self) -> int:
@@ -83,7 +85,7 @@ def make_sample(
                 tokenizer,
                 messages,
                 turn.reply.content,
-                demonstrations=[*demonstrations(turn, past, sizes.shown), *synthetic],
+                demonstrations=[*demonstrations(turn, past, sizes.shown, best=sizes.choose_best), *synthetic],
                 together=sizes.together,
                 hints=hints,
                 memo=turn.memo if use_hints else (),
@@ -103,7 +105,7 @@ def make_sample(
         weight=TOOL_WEIGHT if tool_turn else 1.0,
         contexts=contexts,
         ends_thinking=thinking_end(tokenizer),
-        opening=not any(m.role == "assistant" for m in turn.messages),
+        opening=opens(turn),
     )
 
 
@@ -117,18 +119,24 @@ def rehearsal(
 ) -> Rehearsal:
     """`count` of the accepted replies, another lot for each version, and those kept for the gate.
 
-    One in `HELD_OUT_EVERY` is never rehearsed, by its receipt, so that it stays so for good.
+    One in `HELD_OUT_EVERY` is never rehearsed, by its receipt, so that it stays so for good. With `sizes.choose_best`
+    those of the first of `SORTS` are taken, and of the next one only if they are too few.
     """
     accepted = {j.turn.reply.content.strip(): j for j in past if j.verdict.verdict > 0}
     made = [
-        (judged.turn.id, sample)
+        (judged.turn, sample)
         for judged in accepted.values()
         if (sample := make_rehearsal(judged, past, tokenizer, sizes))
     ]
-    kept = [sample for id, sample in made if crc32(id.encode()) % HELD_OUT_EVERY == 0]
-    open = [sample for id, sample in made if crc32(id.encode()) % HELD_OUT_EVERY]
-    chosen = [open[(version * count + i) % len(open)] for i in range(min(count, len(open)))]
-    return Rehearsal(tuple(chosen), tuple(kept[-HELD_OUT:]))
+    sorts = range(len(SORTS)) if sizes.choose_best else (0,)
+    lots = [[(t, s) for t, s in made if not sizes.choose_best or sort_of(t) == sort] for sort in sorts]
+    kept = [s for lot in lots for t, s in reversed(lot) if crc32(t.id.encode()) % HELD_OUT_EVERY == 0]
+    chosen: list[Sample] = []
+    for lot in lots:
+        open = [s for t, s in lot if crc32(t.id.encode()) % HELD_OUT_EVERY]
+        left = min(count - len(chosen), len(open))
+        chosen += [open[(version * count + i) % len(open)] for i in range(left)]
+    return Rehearsal(tuple(chosen), tuple(kept[:HELD_OUT]))
 
 
 def make_rehearsal(
@@ -156,7 +164,7 @@ def make_rehearsal(
         tokenizer,
         messages,
         turn.reply.content,
-        demonstrations=demonstrations(turn, past, sizes.shown),
+        demonstrations=demonstrations(turn, past, sizes.shown, best=sizes.choose_best),
         together=sizes.together,
         limit=sizes.contexts,
         max_tokens=sizes.room,

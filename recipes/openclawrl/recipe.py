@@ -82,6 +82,11 @@ class Config(BaseModel):
     demonstrations: int | None = Field(
         default=None, ge=1, description="accepted replies in one context; overrides the preset's number"
     )
+    choose_best: bool | None = Field(
+        default=None,
+        description="of accepted replies whole ones accepted without a correction first, else the newest; "
+        "overrides the preset",
+    )
     use_hints: bool = Field(default=True, description="false: only accepted replies are shown to the teacher")
     max_turn_tokens: int = Field(default=2048, ge=16, description="longest prompt plus reply that is trained")
     train_truncated: bool = Field(default=False, description="also train replies that their token limit cut off")
@@ -209,10 +214,15 @@ class OpenClawRL:
         """How many accepted replies the teacher is shown at once."""
         return self.config.demonstrations or (1 if self.config.objective == "openclaw" else 3)
 
+    def choose_best(self) -> bool:
+        """Whether accepted replies teach by how well they show what is wanted, else the newest do."""
+        chosen = self.config.choose_best
+        return self.config.objective != "openclaw" if chosen is None else chosen
+
     def _sizes(self) -> Sizes:
         from recipes.openclawrl.processor import Sizes
 
-        return Sizes(self.config.max_turn_tokens, self.config.max_contexts, self.together())
+        return Sizes(self.config.max_turn_tokens, self.config.max_contexts, self.together(), self.choose_best())
 
     def _advantage_kind(self) -> str:
         return self.config.advantage or ("raw" if self.config.objective == "openclaw" else "baseline")

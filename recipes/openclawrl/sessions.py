@@ -11,6 +11,21 @@ from recipes.openclawrl.teacher import Demonstration
 from reef.recipe import JudgedTurn, Turn
 from reef.wire.exchange import conversation
 
+SORTS = ((False, False), (False, True), (True, False), (True, True))
+"""(cut off by its token limit, accepted after a correction) of accepted replies, those first that show best what an
+opening should get: one that was cut off teaches to ramble, and a corrected one may speak to the correction, which
+the request alone does not hold"""
+
+
+def opens(turn: Turn) -> bool:
+    """Whether its reply is its session's first."""
+    return not any(m.role == "assistant" for m in turn.messages)
+
+
+def sort_of(turn: Turn) -> int:
+    """Index in `SORTS`."""
+    return SORTS.index((turn.finish_reason == "length", not opens(turn)))
+
 
 def judged_history(turn: Turn) -> list[dict[str, str]]:
     """The conversation up to and including the reply, as the judge reads it; ends with the reply."""
@@ -22,16 +37,18 @@ def opening_request(turn: Turn) -> str:
     return next((m.content for m in turn.messages if m.role == "user"), "")
 
 
-def demonstrations(turn: Turn, past: Sequence[JudgedTurn], limit: int) -> list[Demonstration]:
+def demonstrations(turn: Turn, past: Sequence[JudgedTurn], limit: int, *, best: bool = True) -> list[Demonstration]:
     """Accepted replies to show the teacher, best first, at most `limit`.
 
-    One from the same session comes first: it solves this very request. Then the newest of other
-    sessions. A reply accepted after corrections is shown as the answer to the session's opening
-    request, so that the example reads as if it had been right at once.
+    One from the same session comes first: it solves this very request. Then those of other sessions, the newest
+    first, with `best` those of the first of `SORTS` before them. A reply accepted after corrections is shown as the
+    answer to the session's opening request, so that the example reads as if it had been right at once.
     """
     accepted = [j.turn for j in reversed(past) if j.verdict.verdict > 0 and j.turn.id != turn.id]
     same = [t for t in accepted if t.session == turn.session]
     others = [t for t in accepted if t.session != turn.session]
+    if best:
+        others.sort(key=sort_of)
     shown: dict[str, Demonstration] = {}
     for candidate in [*same, *others]:
         reply = candidate.reply.content.strip()

@@ -41,7 +41,7 @@ class Settings:
     """layers of the base that are used"""
     rank: int = 16
     alpha: float = 32.0
-    epochs: int = 2
+    epochs: int = 1
     batch: int = 16
     """rows of each worker in a step"""
     workers: int = 2

@@ -102,6 +102,8 @@ def settings_hash(arm: Arm) -> str:
         settings |= {**asdict(arm), "recipe": arm.recipe.model_dump(exclude_defaults=True)}
         settings |= {"objective": asdict(recipe.objective()), "rehearsals": recipe.rehearsals()}
         settings["demonstrations"] = recipe.together()
+        if recipe.choose_best():  # rows from before the switch are those without it
+            settings["choose_best"] = True
     for name in ("title", "key"):
         settings.pop(name, None)
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:6]
