@@ -128,8 +128,9 @@ def rehearsal(
         for judged in accepted.values()
         if (sample := make_rehearsal(judged, past, tokenizer, sizes))
     ]
-    sorts = range(len(SORTS)) if sizes.choose_best else (0,)
-    lots = [[(t, s) for t, s in made if not sizes.choose_best or sort_of(t) == sort] for sort in sorts]
+    lots = [made]
+    if sizes.choose_best:
+        lots = [[(t, s) for t, s in made if sort_of(t) == sort] for sort in range(len(SORTS))]
     kept = [s for lot in lots for t, s in reversed(lot) if crc32(t.id.encode()) % HELD_OUT_EVERY == 0]
     chosen: list[Sample] = []
     for lot in lots:
