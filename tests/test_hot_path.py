@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reef.store.checkpoints import EVERY_BYTES
+from reef.store.checkpoints import EVERY_BYTES, Checkpoints
 from reef.store.columns import Json, to_json
 from reef.store.database import open_database
 from reef.store.log import LogReader, LogWriter
@@ -135,6 +136,30 @@ def test_the_write_ahead_log_is_copied_beside_the_writer_and_stays_short(tmp_pat
     writer.close()
     with engine.connect() as connection:
         assert connection.exec_driver_sql("PRAGMA integrity_check").scalar() == "ok"
+
+
+def test_a_disk_too_slow_for_the_checkpoints_holds_the_writer_and_not_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log came to 122 MB while one checkpoint went on: the writer helped only after it."""
+    copied = Checkpoints._checkpoint
+
+    def slowly(self: Checkpoints) -> int:
+        if threading.current_thread().name == "log-checkpoints":
+            time.sleep(3.0)
+        return copied(self)
+
+    monkeypatch.setattr(Checkpoints, "_checkpoint", slowly)
+    engine = open_database(f"sqlite:///{tmp_path / 'log.db'}", LOG)
+    writer = LogWriter(engine)
+
+    async def write(records: int) -> None:
+        for n in range(records):
+            await writer.exchange(record("x" * 200_000 + str(n)))
+
+    asyncio.run(write(700))
+    assert (tmp_path / "log.db-wal").stat().st_size < 100 << 20 < 700 * 200_000
+    writer.close()
 
 
 def test_a_large_body_arrives_whole_at_the_engine_and_in_the_log(tmp_path: Path) -> None:

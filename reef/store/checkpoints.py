@@ -19,6 +19,7 @@ log = logging.getLogger("reef.log")
 EVERY_BYTES = 4 << 20
 """written between two checkpoints, as SQLite does by itself"""
 LIMIT_PAGES = 16_384
+LIMIT_BYTES = LIMIT_PAGES * 4096
 _OURS = "reef checkpoints"
 
 
@@ -30,6 +31,10 @@ class Checkpoints:
         self._written = 0
         self._behind = False
         """the log is long, and can only start anew while nobody writes"""
+        self._uncopied = 0
+        """written since the log could last start anew, about: no more than `LIMIT_BYTES` before the writer helps"""
+        self._idle = threading.Event()
+        self._idle.set()
         self._due = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -43,9 +48,11 @@ class Checkpoints:
         self._written += size
         if self._thread is None:
             return
-        if self._behind:  # the rest is short, since the thread has just copied all before it
-            self._behind = False
-            self._checkpoint()
+        self._uncopied += size
+        if self._behind or self._uncopied > LIMIT_BYTES:
+            self._idle.wait()  # a slow disk: rather does the writer wait than the log grow
+            self._behind, self._uncopied = False, 0
+            self._checkpoint()  # the rest is short, since the thread has just copied all before it
         elif self._written >= EVERY_BYTES:
             self._written = 0
             self._due.set()
@@ -65,7 +72,13 @@ class Checkpoints:
             self._due.clear()
             if self._closed:
                 return
-            self._behind = self._checkpoint() > LIMIT_PAGES
+            self._idle.clear()
+            try:
+                pages = self._checkpoint()
+            finally:
+                self._idle.set()
+            self._behind = pages > LIMIT_PAGES
+            self._uncopied = min(self._uncopied, pages * 4096)
 
     def _checkpoint(self) -> int:
         """Copy what is in the log now; returns how long the log is, in pages."""
