@@ -156,6 +156,8 @@ class Client(threading.Thread):
         self._notes = notes
         self._pause = pause_s
         self._stop_now = stop
+        self.over = threading.Event()
+        """once set, an answer that arrives is not noted: those who would answer are gone, if not yet stopped"""
         self.answered = 0
         self.failed = 0
         self.slowest_s = 0.0
@@ -169,7 +171,7 @@ class Client(threading.Thread):
                 for turn in range(3):
                     words = f"{self._who} {conversation}" if turn == 0 else random.choice(("thanks", "no, shorter"))
                     answer = self._until_answered(http, messages, words, stream=conversation % 2 == 0)
-                    if answer is None:
+                    if answer is None or self.over.is_set():
                         return
                     text, receipt, said = answer
                     messages += [{"role": "user", "content": said}, {"role": "assistant", "content": text}]

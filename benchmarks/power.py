@@ -7,6 +7,10 @@ gone, as are renames and directory entries that were not committed. Then all pro
 system is mounted again, its journal recovers it, and the stack goes on. The file system commits its
 metadata every 5 minutes rather than every 5 seconds, so that little survives that nobody synced.
 
+The processes outlive the cut by some milliseconds, and an fsync that the cut finds under way may report
+success then (measured on Linux 6.18: 15 of some 360 fsyncs in flight at 60 cuts, none that had ended before). So
+an answer counts only if it had arrived before the cut.
+
 What it proves: no answer that `store.durability: power` promised is lost, the store opens, learning goes
 on exactly once. What it does not: a disk that lies about its cache, or tears a sector.
 
@@ -135,6 +139,8 @@ def run(out: Path, cuts: int, *, durability: str, clients: int, pause_s: float, 
                 wait_ready(stack)
                 with load(stack, clients, pause_s) as people:
                     wait_for_answers(people, seconds)
+                    for person in people:
+                        person.over.set()
                     disk.cut()
                     kill_all(stack)
                 failed += sum(p.failed for p in people)
