@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from recipes.openclawrl.judge.style import contrast
-from recipes.openclawrl.sessions import SORTS, demonstrations, opens, sort_of
+from recipes.openclawrl.sessions import demonstrations, lacks, opens
 from recipes.openclawrl.teacher import Demonstration, candidate_contexts, check_render
 from reef.recipe import JudgedTurn, Refusal, Rehearsal, Tokenizer, Turn, Verdict
 from reef.train.sample import Sample
@@ -120,7 +120,7 @@ def rehearsal(
     """`count` of the accepted replies, another lot for each version, and those kept for the gate.
 
     One in `HELD_OUT_EVERY` is never rehearsed, by its receipt, so that it stays so for good. With `sizes.choose_best`
-    those of the first of `SORTS` are taken, and of the next one only if they are too few.
+    those that lack least are taken, and others only if they are too few.
     """
     accepted = {j.turn.reply.content.strip(): j for j in past if j.verdict.verdict > 0}
     made = [
@@ -130,7 +130,7 @@ def rehearsal(
     ]
     lots = [made]
     if sizes.choose_best:
-        lots = [[(t, s) for t, s in made if sort_of(t) == sort] for sort in range(len(SORTS))]
+        lots = [[(t, s) for t, s in made if lacks(t) == what] for what in sorted({lacks(t) for t, _ in made})]
     kept = [s for lot in lots for t, s in reversed(lot) if crc32(t.id.encode()) % HELD_OUT_EVERY == 0]
     chosen: list[Sample] = []
     for lot in lots:

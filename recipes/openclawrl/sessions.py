@@ -11,20 +11,17 @@ from recipes.openclawrl.teacher import Demonstration
 from reef.recipe import JudgedTurn, Turn
 from reef.wire.exchange import conversation
 
-SORTS = ((False, False), (False, True), (True, False), (True, True))
-"""(cut off by its token limit, accepted after a correction) of accepted replies, those first that show best what an
-opening should get: one that was cut off teaches to ramble, and a corrected one may speak to the correction, which
-the request alone does not hold"""
-
 
 def opens(turn: Turn) -> bool:
     """Whether its reply is its session's first."""
     return not any(m.role == "assistant" for m in turn.messages)
 
 
-def sort_of(turn: Turn) -> int:
-    """Index in `SORTS`."""
-    return SORTS.index((turn.finish_reason == "length", not opens(turn)))
+def lacks(turn: Turn) -> tuple[bool, bool]:
+    """What keeps an accepted reply from showing what an opening should get, the worst first, so that the order of
+    these tuples is the order in which replies teach: whether its token limit cut it off (it teaches to ramble), and
+    whether it was accepted after a correction (it may speak to that, which the request alone does not hold)."""
+    return turn.finish_reason == "length", not opens(turn)
 
 
 def judged_history(turn: Turn) -> list[dict[str, str]]:
@@ -41,14 +38,14 @@ def demonstrations(turn: Turn, past: Sequence[JudgedTurn], limit: int, *, best: 
     """Accepted replies to show the teacher, best first, at most `limit`.
 
     One from the same session comes first: it solves this very request. Then those of other sessions, the newest
-    first, with `best` those of the first of `SORTS` before them. A reply accepted after corrections is shown as the
+    first, with `best` those that lack least (`lacks`) before them. A reply accepted after corrections is shown as the
     answer to the session's opening request, so that the example reads as if it had been right at once.
     """
     accepted = [j.turn for j in reversed(past) if j.verdict.verdict > 0 and j.turn.id != turn.id]
     same = [t for t in accepted if t.session == turn.session]
     others = [t for t in accepted if t.session != turn.session]
     if best:
-        others.sort(key=sort_of)
+        others.sort(key=lacks)
     shown: dict[str, Demonstration] = {}
     for candidate in [*same, *others]:
         reply = candidate.reply.content.strip()

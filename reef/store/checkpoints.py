@@ -52,7 +52,7 @@ class Checkpoints:
         if self._behind or self._uncopied > LIMIT_BYTES:
             self._idle.wait()  # a slow disk: rather does the writer wait than the log grow
             self._behind, self._uncopied = False, 0
-            self._checkpoint()  # the rest is short, since the thread has just copied all before it
+            self._checkpoint()  # mostly short: the thread has copied what was there when it last began
         elif self._written >= EVERY_BYTES:
             self._written = 0
             self._due.set()

@@ -1,6 +1,7 @@
 """Turning verdict logits into probabilities one can act on, and measuring them.
 
-Pure functions of logits [N, 3] in the order of `VERDICTS` and of class indices [N]. They know no model.
+Pure functions of logits and probabilities [N, 3] in the order of `VERDICTS` and of class indices [N]; they know no
+model.
 """
 
 from __future__ import annotations
@@ -25,37 +26,41 @@ MOST_REVERSED = 0.15
 """share of the charges that may say the reverse of the label: what they train pulls the wrong way"""
 
 
-def calibrate(head: Head, logits: Tensor, verdicts: Tensor) -> Head:
-    """Set bias, temperature and threshold by the logits that `head` gave rows it was not trained on.
+def calibrate(head: Head, states: Tensor, wording: Tensor, verdicts: Tensor) -> Head:
+    """Set bias, temperature, the wording's weight and the threshold by rows that nothing in `head` was trained on:
+    `states` and `wording` [N, 3] are the logits that hidden states and wording alone gave them.
 
-    Bias and temperature minimise the log loss; the threshold is the lowest at which no more than `MOST_REVERSED` of
+    The first three minimise the log loss; the threshold is the lowest at which no more than `MOST_REVERSED` of
     what is charged is the reverse of the label.
     """
     shift = torch.zeros(len(VERDICTS), requires_grad=True)
     heat = torch.zeros((), requires_grad=True)
-    optimiser = torch.optim.LBFGS([shift, heat], max_iter=100, line_search_fn="strong_wolfe")
+    weight = torch.zeros((), requires_grad=True)
+    optimiser = torch.optim.LBFGS([shift, heat, weight], max_iter=100, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         optimiser.zero_grad()
-        prior = 0.01 * (shift.square().sum() + heat.square())
-        value = fn.cross_entropy((logits + shift) / heat.exp(), verdicts) + prior
+        prior = 0.01 * (shift.square().sum() + heat.square() + weight.square())
+        value = fn.cross_entropy((states + shift) / heat.exp() + weight * wording, verdicts) + prior
         value.backward()
         return value
 
     optimiser.step(loss)
-    moved, temperature = shift.detach(), heat.exp().item()
-    probabilities = torch.softmax((logits + moved) / temperature, dim=-1)
-
+    rows, bias = head.linear["verdict"]
+    head = replace(
+        head,
+        linear={**head.linear, "verdict": (rows, bias + shift.detach())},
+        temperature=heat.exp().item(),
+        wording_weight=weight.item(),
+    )
+    probabilities = head.mixed(states + shift.detach(), wording)
     best, guess = probabilities.max(-1)
 
     def reversed(threshold: float) -> float:
         charged = (guess != NEUTRAL) & (best >= threshold)
         return ((guess - verdicts).abs() == 2)[charged].float().mean().item() if charged.any() else 0.0
 
-    threshold = next((t for t in THRESHOLDS if reversed(t) <= MOST_REVERSED), THRESHOLDS[-1])
-    weight, bias = head.linear["verdict"]
-    linear = {**head.linear, "verdict": (weight, bias + moved)}
-    return replace(head, linear=linear, temperature=temperature, threshold=threshold)
+    return replace(head, threshold=next((t for t in THRESHOLDS if reversed(t) <= MOST_REVERSED), THRESHOLDS[-1]))
 
 
 def calibrate_target(head: Head, place: Tensor, rows: Sequence[Prepared]) -> Head:
@@ -87,10 +92,9 @@ def calibrate_target(head: Head, place: Tensor, rows: Sequence[Prepared]) -> Hea
     return replace(head, linear=linear, cue=cue.detach())
 
 
-def measure(head: Head, logits: Tensor, verdicts: Tensor) -> dict[str, Any]:
+def measure(head: Head, probabilities: Tensor, verdicts: Tensor) -> dict[str, Any]:
     """Accuracy over three classes, accept against reject, how often a verdict is the opposite of the label,
     and accuracy on the share of rows that the judge is surest of."""
-    probabilities = head.probabilities(logits)
     guess = decided(probabilities, head.threshold)
     clear = verdicts != NEUTRAL
     sided = (probabilities[clear][:, 2] > probabilities[clear][:, 0]) == (verdicts[clear] == 2)

@@ -23,6 +23,8 @@ from recipes.openclawrl.judge.attribution import features, places
 from recipes.openclawrl.judge.body import Adapter, Body, KeysValues, Padded
 from recipes.openclawrl.judge.prompt import VERSION, Reading
 from recipes.openclawrl.judge.votes import VERDICTS
+from recipes.openclawrl.judge.wording import VERSION as WORDING_VERSION
+from recipes.openclawrl.judge.wording import Said, Wording, wording_of
 from recipes.openclawrl.judge.words import VERSION as WORDS_VERSION
 from recipes.openclawrl.judge.words import Reaction, Words
 from reef.errors import ModelError
@@ -74,13 +76,17 @@ class Head:
     cue: Tensor
     """[features], weight of each measure of what a message says of a reply"""
     temperature: float
-    """divides the verdict logits"""
+    """divides the verdict logits of the hidden states"""
     threshold: float
     """a verdict less probable than this charges nobody"""
     card: dict[str, Any] = field(default_factory=dict)
     """what was trained, on what, and how well it did"""
     words: Words = field(default_factory=Words.none)
     """what the words alone say of the reply that is meant"""
+    wording: Wording = field(default_factory=Wording.none)
+    """what the wording alone says of the verdict"""
+    wording_weight: float = 0.0
+    """of its logits, beside those of the hidden states"""
     mix: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
     """of the reply that is meant: what the hidden states weigh, what the words, what the kind says for an earlier
     reply, and what speaks for an earlier one anyway"""
@@ -99,8 +105,9 @@ class Head:
                 f"the judge's weights were trained on {card['base']['name']} with prompt {card['prompt']}, this is"
                 f" {body.name} with prompt {VERSION}; train some with `python -m recipes.openclawrl.judge.train`"
             )
-        if card.get("words", WORDS_VERSION) != WORDS_VERSION:
-            raise ModelError(f"the judge's weights read words by {card['words']}, this is {WORDS_VERSION}")
+        for part, own in (("words", WORDS_VERSION), ("wording", WORDING_VERSION)):
+            if card.get(part, own) != own:
+                raise ModelError(f"the judge's weights read {part} by {card[part]}, this is {own}")
         try:
             tensors = load_file(folder / "weights.safetensors")
         except (OSError, SafetensorError) as error:
@@ -116,6 +123,10 @@ class Head:
             words=Words(**{n: tensors[f"words.{n}"].float() for n in Words.__slots__})
             if "words" in card
             else Words.none(),
+            wording=Wording(**{n: tensors[f"wording.{n}"].float() for n in Wording.__slots__})
+            if "wording" in card
+            else Wording.none(),
+            wording_weight=card.get("wording_weight", 0.0),
             mix=tuple(card.get("mix", (1.0, 0.0, 0.0, 0.0))),
         )
 
@@ -127,6 +138,8 @@ class Head:
         tensors["cue"] = self.cue
         if "words" in self.card:
             tensors |= {f"words.{name}": getattr(self.words, name) for name in Words.__slots__}
+        if "wording" in self.card:
+            tensors |= {f"wording.{name}": getattr(self.wording, name) for name in Wording.__slots__}
         folder.mkdir(parents=True, exist_ok=True)
         packed = save({n: t.detach().half().contiguous() for n, t in tensors.items()})
         (folder / "weights.safetensors").write_bytes(packed)
@@ -136,8 +149,13 @@ class Head:
         """Of one of `PARTS`, [B, n]."""
         return fn.linear(pooled, *self.linear[part])
 
-    def probabilities(self, logits: Tensor) -> Tensor:
-        return torch.softmax(logits / self.temperature, dim=-1)
+    def probabilities(self, pooled: Tensor, said: Sequence[Said]) -> Tensor:
+        """Of the verdicts, [B, 3]."""
+        return self.mixed(self.logits("verdict", pooled), self.wording.logits(said))
+
+    def mixed(self, states: Tensor, wording: Tensor) -> Tensor:
+        """Probabilities [B, 3] by the logits of hidden states and of wording."""
+        return torch.softmax(states / self.temperature + self.wording_weight * wording, dim=-1)
 
     def target(self, place: Tensor, kind: Tensor, cues: Sequence[Sequence[float]], said: Reaction) -> Tensor:
         """Logits of the shown replies of one reaction: `place` [3] and `kind` [n] are its heads' logits."""
@@ -200,7 +218,7 @@ def score(
     suffix = Padded.of([r.suffix for r in readings])
     h = body.suffix(suffix, context.past, context.lengths, head.adapter)
     pooled = pool(h, suffix.lengths)
-    verdicts = head.probabilities(head.logits("verdict", pooled)).tolist()
+    verdicts = head.probabilities(pooled, [wording_of(*reaction) for reaction in reactions]).tolist()
     kind = head.logits("kind", pooled)
     kinds = torch.softmax(kind, -1).tolist()
     place = head.logits("place", pooled)

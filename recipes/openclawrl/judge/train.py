@@ -3,9 +3,9 @@
 A low-rank adapter on the upper layers of the frozen base and linear heads learn the corpus's verdicts,
 kinds of reaction and targets. The layers below the adapter run once. One run: a part of the conversations is held
 out, the rest trains, the held-out part calibrates and measures. With `--work DIR` an interrupted run
-goes on at the last finished epoch. A small model of words helps to find the reply that is meant; it is
-fitted last, and `--targets-only` fits it to weights that are there, in minutes. Owns the split and the
-run; it knows no recipe and no service.
+goes on at the last finished epoch. Two small models of words, one for the reply that is meant and one for the
+verdict, are fitted last, and `--words-only` fits them to weights that are there, in minutes. Owns the split and
+the run; it knows no recipe and no service.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from recipes.openclawrl.judge.fit import Fit, Settings, pooled_all
 from recipes.openclawrl.judge.head import SHIPPED, Head
 from recipes.openclawrl.judge.prepared import Cache, Prepared
 from recipes.openclawrl.judge.prompt import VERSION, shown
+from recipes.openclawrl.judge.votes import VERDICTS
+from recipes.openclawrl.judge.wording import VERSION as WORDING_VERSION
+from recipes.openclawrl.judge.wording import fit_wording, wording_of
 from recipes.openclawrl.judge.words import VERSION as WORDS_VERSION
 from recipes.openclawrl.judge.words import Reaction, fit_words
 
@@ -46,6 +49,12 @@ def held_out(rows: Sequence[Row], share: float, seed: int) -> list[bool]:
     return [g in out for g in group]
 
 
+def divided(rows: Sequence[Row], settings: Settings) -> tuple[list[Row], list[Row]]:
+    """(taught, held out)."""
+    apart = held_out(rows, settings.held_out, settings.seed)
+    return [r for r, o in zip(rows, apart, strict=True) if not o], [r for r, o in zip(rows, apart, strict=True) if o]
+
+
 def card(body: Body, settings: Settings, head: Head, corpus: bytes, measured: dict[str, Any]) -> dict[str, Any]:
     """What ships beside the weights."""
     return {
@@ -57,6 +66,8 @@ def card(body: Body, settings: Settings, head: Head, corpus: bytes, measured: di
         "kinds": list(KINDS),
         "words": WORDS_VERSION,
         "mix": list(head.mix),
+        "wording": WORDING_VERSION,
+        "wording_weight": round(head.wording_weight, 4),
         "temperature": round(head.temperature, 4),
         "threshold": round(head.threshold, 4),
         "held_out": measured,
@@ -72,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--work", type=Path, help="folder for what an interrupted run goes on from")
     parser.add_argument("--check", type=Path, help="more labelled rows to measure")
     parser.add_argument(
-        "--targets-only", action="store_true", help="keep the weights in --out, fit only what finds the reply meant"
+        "--words-only", action="store_true", help="keep the adapter and heads in --out, fit only the models of words"
     )
     parser.add_argument("--threads", type=int, default=1)
     for name, value in asdict(Settings()).items():
@@ -82,9 +93,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(given.threads)
     settings = Settings(**{name: getattr(given, name) for name in asdict(Settings())})
     corpus = given.corpus.read_bytes() if given.corpus else corpus_bytes()
-    if given.targets_only:
+    if given.words_only:
         with tempfile.TemporaryDirectory() as folder:
-            retarget(given.model, corpus, given.out, given.work or Path(folder))
+            reword(given.model, corpus, given.out, given.work or Path(folder), given.check)
         return
     train(given.model, corpus, settings, given.out, given.work, given.check)
 
@@ -102,8 +113,7 @@ def train(
     run = sha256(repr((settings, sha256(corpus), VERSION)).encode())[:12]
     state = work / f"fit-{run}.pt"
     cache = Cache(body, settings.first, work)
-    apart = held_out(rows, settings.held_out, settings.seed)
-    taught, kept = ([r for r, o in zip(rows, apart, strict=True) if o is of] for of in (False, True))
+    taught, _ = divided(rows, settings)
     steps = len(taught) // settings.workers // settings.batch
     fit = Fit(body, settings, steps)
     if state.exists():
@@ -120,40 +130,39 @@ def train(
         else:
             spawn(_work, arguments, settings.workers)
         fit.resume(state)
-    test, checked = cache.prepared(kept), cache.prepared(read_rows(check)) if check else []
-    trained = fit.head()
-    pooled, said = pooled_all(body, trained, test, settings.first), torch.tensor([d.verdict for d in test])
-    head = calibrate(trained, trained.logits("verdict", pooled), said)
-    head = calibrate_target(head, trained.logits("place", pooled), test)
+    return finish(body, fit.head(), settings, corpus, cache, out, check)
+
+
+def reword(model: str | Path, corpus: bytes, folder: Path, work: Path, check: Path | None = None) -> Head:
+    """Fit the models of words anew for the weights in `folder`, calibrate, measure, and write them there again."""
+    body = Body(model, Head.depth_of(folder))
+    head = Head.load(folder, body)
+    settings = Settings(**head.card["settings"])
+    return finish(body, head, settings, corpus, Cache(body, settings.first, work), folder, check)
+
+
+def finish(
+    body: Body, trained: Head, settings: Settings, corpus: bytes, cache: Cache, out: Path, check: Path | None
+) -> Head:
+    """What follows the adapter's training: models of words, calibration, measures, and the weights in `out`."""
+    taught, kept = divided(rows_of(corpus), settings)
+    said = torch.tensor([VERDICTS.index(row.verdict) for row in taught])
+    head = replace(trained, wording=fit_wording([wording_of(r.history, r.next) for r in taught], said))
+    test = cache.prepared(kept)
+    pooled = pooled_all(body, head, test, settings.first)
+    verdicts = torch.tensor([row.verdict for row in test])
+    wording = head.wording.logits([wording_of(r.history, r.next) for r in kept])
+    head = calibrate(head, head.logits("verdict", pooled), wording, verdicts)
+    head = calibrate_target(head, head.logits("place", pooled), test)
     head = with_words(head, pooled, taught, kept, test)
     result = _measured(head, pooled, test, kept)
     _log.info("held out: %s", result)
     if check:
-        _log.info(
-            "check: %s", _measured(head, pooled_all(body, head, checked, settings.first), checked, read_rows(check))
-        )
+        more = read_rows(check)
+        checked = cache.prepared(more)
+        _log.info("check: %s", _measured(head, pooled_all(body, head, checked, settings.first), checked, more))
     head = replace(head, card=card(body, settings, head, corpus, result))
     head.save(out)
-    return head
-
-
-def retarget(model: str | Path, corpus: bytes, folder: Path, work: Path) -> Head:
-    """Fit only what finds the reply that is meant, for the weights in `folder`, and write them there again."""
-    rows = rows_of(corpus)
-    body = Body(model, Head.depth_of(folder))
-    head = Head.load(folder, body)
-    settings = Settings(**head.card["settings"])
-    apart = held_out(rows, settings.held_out, settings.seed)
-    taught = [r for r, o in zip(rows, apart, strict=True) if not o]
-    kept = [r for r, o in zip(rows, apart, strict=True) if o and r.target is not None and len(shown(r.history)) > 1]
-    test = Cache(body, settings.first, work).prepared(kept)
-    pooled = pooled_all(body, head, test, settings.first)
-    head = with_words(head, pooled, taught, kept, test)
-    found = targets_hit(head, head.logits("place", pooled), head.logits("kind", pooled), test, _reactions(kept))
-    _log.info("held out: %s", found)
-    measured = {**head.card["held_out"], "target": found}
-    head = replace(head, card={**head.card, "words": WORDS_VERSION, "mix": list(head.mix), "held_out": measured})
-    head.save(folder)
     return head
 
 
@@ -203,7 +212,8 @@ def _work(
 
 
 def _measured(head: Head, pooled: Tensor, rows: Sequence[Prepared], said: Sequence[Row]) -> dict[str, Any]:
-    found = measure(head, head.logits("verdict", pooled), torch.tensor([row.verdict for row in rows]))
+    probabilities = head.probabilities(pooled, [wording_of(row.history, row.next) for row in said])
+    found = measure(head, probabilities, torch.tensor([row.verdict for row in rows]))
     place, kind = head.logits("place", pooled), head.logits("kind", pooled)
     return found | {"target": targets_hit(head, place, kind, rows, _reactions(said))}
 

@@ -7,17 +7,15 @@ message weigh. Owns its features (trained weights belong to them: `VERSION`) and
 
 from __future__ import annotations
 
-import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.nn import functional as fn
 
 from recipes.openclawrl.judge.attribution import ROLES, places
+from recipes.openclawrl.judge.grams import READ_CHARS, WORD, Bags, buckets, dense, mean_of, plain, sequences, stems
 from recipes.openclawrl.judge.phrases import clauses
 from recipes.openclawrl.judge.prompt import SHOWN_REPLIES, asked_before
 
@@ -51,11 +49,6 @@ ORDINALS = (
 )
 """the same for the first replies of a conversation, in their order"""
 
-_WORD = re.compile(r"[^\W_]+")
-_STEM = 5
-READ_CHARS = 4000
-"""of each text; a tool's result may be long"""
-
 Reaction = tuple[Sequence[Mapping[str, str]], Mapping[str, str], Sequence[int]]
 """history, next message, indices of the replies that may be meant"""
 
@@ -83,8 +76,8 @@ class Words:
     def logits(self, reaction: Reaction) -> Tensor:
         """One for each reply that may be meant."""
         history, said, replies = reaction
-        place = self.place + _mean(self.said, sequences(said["content"], 3))
-        newest = _mean(self.asked[:, None], sequences(asked_before(history, replies[-1]), 2))
+        place = self.place + mean_of(self.said, hashed(said["content"], 3))
+        newest = mean_of(self.asked[:, None], hashed(asked_before(history, replies[-1]), 2))
         place = place + torch.cat([newest, torch.zeros(len(ROLES) - 1)])
         return torch.tensor(places(replies)) @ place + torch.tensor(cues(history, said, replies)) @ self.cue
 
@@ -94,8 +87,8 @@ def fit_words(
 ) -> Words:
     """Fit to `targets`, positions among each reaction's replies. A row whose target is not the newest reply counts
     `earlier` times, since such rows are the fewer and a wrong charge costs the same either way."""
-    said = [sequences(next["content"], 3) for _, next, _ in reactions]
-    asked = [sequences(asked_before(history, replies[-1]), 2) for history, _, replies in reactions]
+    said = Bags.of([hashed(next["content"], 3) for _, next, _ in reactions])
+    asked = Bags.of([hashed(asked_before(history, replies[-1]), 2) for history, _, replies in reactions])
     at = torch.zeros(len(reactions), SHOWN_REPLIES, len(ROLES))
     measured = torch.zeros(len(reactions), SHOWN_REPLIES, len(CUES))
     absent = torch.full((len(reactions), SHOWN_REPLIES), -1e9)
@@ -111,8 +104,8 @@ def fit_words(
 
     def loss() -> Tensor:
         optimiser.zero_grad()
-        place = words.place + _means(words.said, said)
-        place = place + fn.pad(_means(words.asked[:, None], asked), (0, len(ROLES) - 1))
+        place = words.place + said.means(words.said)
+        place = place + fn.pad(asked.means(words.asked[:, None]), (0, len(ROLES) - 1))
         logits = (at * place[:, None]).sum(-1) + measured @ words.cue + absent
         miss = (fn.cross_entropy(logits, meant, reduction="none") * weight).sum() / weight.sum()
         value = (
@@ -125,15 +118,9 @@ def fit_words(
     return Words(*(t.detach() for t in fitted))
 
 
-def sequences(text: str, longest: int) -> list[int]:
-    """Buckets of the text's sequences of one to `longest` words, its ends marked; of scripts without spaces,
-    of characters."""
-    words = ["^"]
-    for word in _WORD.findall(_plain(text)):
-        words += list(word) if _dense(word) else [word]
-    words.append("$")
-    found = {" ".join(words[i : i + n]) for n in range(1, longest + 1) for i in range(len(words) - n + 1)}
-    return sorted({crc32(sequence.encode()) % BUCKETS for sequence in found})
+def hashed(text: str, longest: int) -> list[int]:
+    """Buckets of the text's word sequences."""
+    return buckets(sequences(text, longest), BUCKETS)
 
 
 def cues(history: Sequence[Mapping[str, str]], next: Mapping[str, str], replies: Sequence[int]) -> list[list[float]]:
@@ -190,47 +177,15 @@ def cues(history: Sequence[Mapping[str, str]], next: Mapping[str, str], replies:
 
 def _speaks(text: str, begin: tuple[str, ...]) -> float:
     """1.0 if a word of the text begins so; of scripts without spaces, if it stands anywhere."""
-    plain = _plain(text)
-    words = _WORD.findall(plain)
-    return float(any((_dense(b) and b in plain) or any(w.startswith(b) for w in words) for b in begin))
-
-
-def stems(text: str) -> frozenset[str]:
-    """Beginnings of the words of `text` without accents; of scripts without spaces, pairs of characters."""
-    out: set[str] = set()
-    for word in _WORD.findall(_plain(text)):
-        if _dense(word):
-            out |= {word[i : i + 2] for i in range(len(word) - 1)} or {word}
-        elif len(word) >= 3 or word.isdigit():
-            out.add(word[:_STEM])
-    return frozenset(out)
-
-
-def _plain(text: str) -> str:
-    return "".join(
-        c for c in unicodedata.normalize("NFKD", text[:READ_CHARS].casefold()) if not unicodedata.combining(c)
-    )
-
-
-def _dense(word: str) -> bool:
-    return any("\u3040" <= c <= "\u9fff" for c in word)
+    said = plain(text)
+    words = WORD.findall(said)
+    return float(any((dense(b) and b in said) or any(w.startswith(b) for w in words) for b in begin))
 
 
 def _weight(some: frozenset[str]) -> float:
     """Short stems say less."""
-    return sum(1.0 if _dense(s) or s.isdigit() else {3: 0.5, 4: 0.8}.get(len(s), 1.0) for s in some)
+    return sum(1.0 if dense(s) or s.isdigit() else {3: 0.5, 4: 0.8}.get(len(s), 1.0) for s in some)
 
 
-_PLACES = {name: tuple(_plain(said).split()) for name, said in PLACES.items()}
-_ORDINALS = tuple(tuple(_plain(said).split()) for said in ORDINALS)
-
-
-def _mean(table: Tensor, buckets: Sequence[int]) -> Tensor:
-    return table[list(buckets)].sum(0) / max(len(buckets), 1) ** 0.5
-
-
-def _means(table: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
-    flat = torch.tensor([b for row in rows for b in row], dtype=torch.long)
-    starts = torch.tensor([0, *(len(row) for row in rows[:-1])]).cumsum(0)
-    lengths = torch.tensor([max(len(row), 1) for row in rows]).float().sqrt()
-    return fn.embedding_bag(flat, table, starts, mode="sum") / lengths[:, None]
+_PLACES = {name: tuple(plain(said).split()) for name, said in PLACES.items()}
+_ORDINALS = tuple(tuple(plain(said).split()) for said in ORDINALS)
