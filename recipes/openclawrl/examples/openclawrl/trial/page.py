@@ -104,7 +104,7 @@ from the rows in `recipes/openclawrl/examples/openclawrl/results/study`; runs ar
     python -m recipes.openclawrl.examples.openclawrl.study run --arms a,e,f,g --seeds 0-4
 
 which skips what is finished and goes on with what was stopped. A row of settings that changed is a group of
-its own.
+its own. What was tried on the way, and why the settings are what they are, is in [study-notes.md](study-notes.md).
 
 ## How a run is made
 
@@ -134,83 +134,6 @@ that are here, since a conversation of the judge's corpus had come to hold it. R
 from its row there.
 """
 
-TRIED = """
-## What was tried on the way
-
-What limits the policy is its teacher, and what the user has accepted so far. Counted with the rule, replies of 64
-tokens at temperature 0.7 to problems of another seed:
-
-| in front of the untrained model | accepted |
-|---|---|
-| nothing | 9 of 64 |
-| one accepted reply (six of them, 32 problems each) | 22, 24, 14, 25, 15, 25 of 32 |
-| two | 24, 29 of 32 |
-| three | 24, 26 of 32 |
-| one, and its difference from nothing 1.5 times, twice | 23, 24 of 32 |
-| three, and their difference twice | 25 of 32 |
-
-How likely an accepted reply in front makes other accepted replies, against refused ones, did not tell the good ones
-from the poor ones.
-
-Distillation alone (three accepted replies in front of the teacher, four fresh problems a step, no user): the distance
-to the teacher falls within one step and then stays, and so does what is accepted of 24 new problems.
-
-| | after 3 steps | after 6 |
-|---|---|---|
-| as published, the first two tokens of a reply left out | 16 | 13, ten of the failures lists or steps |
-| three times the learning rate | 11 | 11, thirteen |
-| the first tokens distilled, too | 14 | 14, two |
-
-What is missing then is the calculation within 64 tokens: a teacher that reads a reply which rambles goes on rambling.
-Reinforcement and the rehearsal of accepted replies are what is left against that, and rehearsal goes further than
-everything above. The likelihood of accepted replies alone, four a step, a fresh adapter, accepted of 48 new problems
-(the untrained model: about 7):
-
-| accepted replies there are | accepted after so many steps |
-|---|---|
-| 4 | 28 after 4, 26 after 8, 36 after 16, 35 after 32 |
-| 32 | 37 after 6, 37 after 12, 36 after 24 |
-
-So preset `reef` rehearses four replies a step at full weight now (two at half before).
-
-A cooler teacher (three accepted replies in front) answers as wanted more often, 45 of 48 at temperature 0.2 and 39
-at 0.7. Distilling from one at 0.4 times the policy's temperature, eight accepted replies, two problems a step: 23 of
-48 after four steps and 41 after eight; from one at the same temperature 36 after four. In a run the gate refused three
-of its first nine releases, since the greedy canaries no longer ended, and one of eight first replies was accepted:
-stopped and taken out again.
-
-Single runs of f on `notebook`, not in the tables: what they were meant to decide is within what seeds alone
-do, so none of it is more than a hint.
-
-- One accepted reply in front of the teacher and the first two tokens left out: adapted at 10 and 10 (two seeds),
-  22 and 21 of 36, last 12: 9 and 7, held-out 34 of 48. Three replies, first two tokens left out (one seed): 10, 23,
-  9, held-out 18 of 24.
-- *Practice*: each step, the policy answers four requests that sessions opened with once more, and is drawn toward a
-  teacher that sees accepted replies of other sessions. Steps took twice as long; two of the first seven sessions,
-  as without it; stopped.
-- First replies only (160 tokens), one a step: 4 of the first 13 sessions, stopped.
-- Four sessions side by side, only turns of 160 tokens (first replies): adapted at 10, 23 of 36 accepted. Two
-  side by side: 14 and 23. One at a time, 300 tokens, before steps calmed down by first replies: 8 and 10 (two
-  seeds), 22 of 36 in the one that was finished; both lost ground after session 16.
-- 160 tokens, one at a time, four rehearsals, three epochs: adapted at 10, stopped at session 17.
-- lr 6e-4 instead of 1e-3: 3 of the first 11, stopped. Four rehearsals at twice the weight: stopped at session
-  11, since one greedy canary that looped made the gate refuse seven steps in a row; there are six canaries now.
-- The teacher's context chosen by the verdict (what it makes less likely where the user refused) instead of the
-  newest accepted reply: 2 of the first 10, stopped; the gate, then with three canaries, refused four of ten
-  steps, so this was no fair trial.
-
-So far, on two seeds, preset `reef` adapts at 6 and 10, has 27 and 23 of 36 first replies accepted and 39 of 48 held-out
-ones (settings 899088); with two rehearsed replies at half weight it was 9 and 10, 20 and 22, 36 of 48 (63f3cd), and
-preset `openclaw` on one seed 9, 21, 13 of 24. Two seeds show no more than a direction. What is slow still is the
-beginning: with one or two accepted replies to learn from, sessions 5 to 9 fail about as often as they pass. Four epochs
-a step instead of two were begun and not finished.
-
-`reef demo` (36 sessions, the embedded judge, four side by side; 16 minutes on one core): 20 of 36, where the untrained
-control has 9; 8 of 10 around session 20, and 3 to 6 of 10 after it. What went wrong there can be read: first
-replies that begin "You've already done it. I'll do it again." A reply accepted after corrections is rehearsed as the
-answer to the opening request, and some of these speak to the correction. That is the next thing to mend.
-"""
-
 
 def page(groups: Sequence[Group]) -> str:
     parts = [HEAD]
@@ -221,7 +144,6 @@ def page(groups: Sequence[Group]) -> str:
         parts.append(by_seed(chosen))
     if not groups:
         parts.append("\nNo run is finished yet.\n")
-    parts.append(TRIED)
     return "\n".join(parts)
 
 
