@@ -315,8 +315,7 @@ def test_a_client_that_leaves_frees_its_row(client: httpx.Client, tiny_engine: s
     with httpx.Client(base_url=tiny_engine, timeout=60 if streaming else 0.3) as leaving:
         if streaming:
             with leaving.stream("POST", "/v1/completions", json=request) as response:
-                next(response.iter_lines())
-                until(lambda: client.get("/health").json()["running"] == 1)
+                next(response.iter_lines())  # it runs: a look at the count may come too late on a busy machine
         else:
             with pytest.raises(httpx.ReadTimeout):
                 leaving.post("/v1/completions", json=request)
