@@ -10,7 +10,7 @@ A recipe sees turns and past turns; it never sees a database, a server or anothe
 from __future__ import annotations
 
 import importlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -62,6 +62,9 @@ class Turn:
     """the request offered tools"""
     earlier: tuple[str, ...] = ()
     """receipts of the session's earlier replies, oldest first"""
+    refused: int = 0
+    """how many of these, counted from the newest, were refused one after the other: the reply answers what they
+    failed to"""
     reports: tuple[Report, ...] = ()
     memo: tuple[str, ...] = ()
     """the scenario's rules as they stand now, newest last"""
@@ -177,8 +180,9 @@ class Recipe(Protocol):
         """
         ...
 
-    def rehearse(self, past: Sequence[JudgedTurn], version: int) -> Rehearsal:
-        """What step `version` repeats from the scenario's accepted turns, and what it is examined on."""
+    def rehearse(self, past: Sequence[JudgedTurn], version: int, step: Collection[str]) -> Rehearsal:
+        """What step `version` repeats from the scenario's accepted turns, and what it is examined on: none of the
+        turns in `step`, which it trains itself."""
         ...
 
     def active(self, sample: Sample) -> bool:

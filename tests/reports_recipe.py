@@ -5,7 +5,7 @@ Plain REINFORCE on the score. Nothing in `reef` knows that it exists.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +48,7 @@ class ReportsOnly:
         formed = [replace(s, advantage=float(s.reward)) for s in samples]
         return formed, {"steps": carried.get("steps", 0) + 1}
 
-    def rehearse(self, past: Sequence[JudgedTurn], version: int) -> Rehearsal:
+    def rehearse(self, past: Sequence[JudgedTurn], version: int, step: Collection[str]) -> Rehearsal:
         return Rehearsal()
 
     def active(self, sample: Sample) -> bool:

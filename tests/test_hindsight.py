@@ -66,6 +66,24 @@ def test_accepted_turns_and_turns_without_a_hint_ask_for_nothing(tmp_path: Path)
     assert base.asked == [] and not (tmp_path / "h.jsonl").exists()
 
 
+def test_once_something_is_accepted_nothing_more_is_sampled(tmp_path: Path) -> None:
+    base = Base("Four it is.")
+    found = Hindsight(tmp_path / "h.jsonl", base, no_list)
+    asyncio.run(found.consider(a_turn("s1"), Verdict(1, 1, ((1, 1),))))
+    asyncio.run(found.consider(a_turn("s2"), REJECTED))
+    assert base.asked == []
+
+
+def test_a_restart_knows_the_wishes_and_the_sessions_tried(tmp_path: Path) -> None:
+    base = Base("Four it is.")
+    asyncio.run(Hindsight(tmp_path / "h.jsonl", base, no_list).consider(a_turn("s1"), REJECTED))
+    again = Hindsight(tmp_path / "h.jsonl", base, no_list)
+    asyncio.run(again.consider(a_turn("s1"), REJECTED))
+    assert len(base.asked) == 1
+    asyncio.run(again.consider(a_turn("s2"), Verdict(-1, 1, ((1, -1),), hint="Be brief, please.")))
+    assert base.asked[-1].endswith("Write plain sentences.\nBe brief, please.")
+
+
 def test_an_engine_that_is_down_keeps_no_verdict_back(tmp_path: Path) -> None:
     async def down(messages: Sequence[Mapping[str, str]], n: int) -> list[str]:
         raise OSError("no engine")

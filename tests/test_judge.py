@@ -8,6 +8,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,8 +31,11 @@ from recipes.openclawrl.judge.prompt import cut
 from recipes.openclawrl.judge.style import contrast
 from recipes.openclawrl.judge.votes import Vote, merge_hints, parse_vote, quorum, tally
 from recipes.openclawrl.prm import EmbeddedPrm
+from recipes.openclawrl.recipe import Config, OpenClawRL
 from reef.errors import JudgeError
-from reef.recipe import Verdict
+from reef.learner.turns import charge_as_verdict
+from reef.recipe import Report, Turn, Verdict
+from reef.wire.exchange import Message
 
 SHIPPED = Path(__file__).parents[1] / "recipes" / "openclawrl" / "judge"
 NEXT = {"role": "user", "content": "please write that as one plain sentence instead"}
@@ -406,3 +410,41 @@ def test_two_passes_equal_one_and_padding_changes_nothing(model_dir: str) -> Non
     for i, (c, s) in enumerate(rows):
         expected = together[i, len(c) : len(c) + len(s)]
         torch.testing.assert_close(adapted[i, : len(s)], expected, atol=1e-3, rtol=1e-3)
+
+
+# --- explicit feedback ----------------------------------------------------------------------------
+
+
+def reported(*reports: Report) -> Verdict | None:
+    """What the recipe makes of reports on a reply; words go to a judge that refuses all of them."""
+
+    class Refusing:
+        async def judge(self, history: Any, next: Any, *, memo: str = "") -> Verdict:
+            return Verdict(-1, len(history) - 1, hint=next["content"], judge="words")
+
+    recipe = OpenClawRL(Config())
+    recipe._prm = Refusing()
+    asked = (Message("user", "a name for the boat"),)
+    turn = Turn("t", "default", "s", asked, Message("assistant", "Oar Else"), None, None, reports=reports)
+    return asyncio.run(recipe.judge(turn))
+
+
+def test_the_newest_report_counts_whether_it_has_a_score_or_words() -> None:
+    score, words = Report("1", 1.0, None), Report("2", None, "too silly for the club")
+    newest = reported(score, words)
+    assert newest is not None and (newest.verdict, newest.judge) == (-1, "words")
+    newest = reported(words, score)
+    assert newest is not None and (newest.verdict, newest.judge) == (1, "report")
+
+
+def test_a_reports_words_are_a_hint_where_it_refuses_and_one_line() -> None:
+    refused = reported(Report("1", -1.0, "Please:\nno puns in it"))
+    praised = reported(Report("1", 1.0, "Perfect, exactly what I wanted"))
+    assert refused is not None and refused.hint == "Please: no puns in it"
+    assert praised is not None and praised.hint is None
+
+
+def test_a_reply_that_is_wanted_back_has_no_hint_to_go_back() -> None:
+    body = {"verdict": -1, "target": 1, "charges": [[3, -1], [1, 1]], "hint": "Go back to the first version."}
+    assert charge_as_verdict(SimpleNamespace(body=body, verdict=1)).hint is None
+    assert charge_as_verdict(SimpleNamespace(body=body, verdict=-1)).hint == "Go back to the first version."

@@ -181,6 +181,19 @@ def test_a_server_that_knows_no_schema_is_asked_without(status: int) -> None:
     assert ask(status, GOOD, m=1, attempts=1, check=check).verdict == -1
 
 
+def test_a_prompt_the_server_refuses_does_not_end_structured_votes() -> None:
+    async def run() -> list[bool]:
+        async with endpoint(400, 400, GOOD) as server:
+            prm = OpenAIPrm(server.url, "judge", "secret", m=1, attempts=1, timeout_s=10.0, backoff_s=0.01)
+            with pytest.raises(JudgeError):
+                await prm.judge(HISTORY, NEXT)  # too long with and without a schema
+            await prm.judge(HISTORY, NEXT)
+            await prm.aclose()
+            return ["response_format" in request for request in server.requests]
+
+    assert asyncio.run(run()) == [True, False, True]
+
+
 def test_votes_are_held_to_the_schema_where_the_server_can() -> None:
     def check(server: Endpoint) -> None:
         assert all(r["response_format"]["json_schema"]["schema"] == SCHEMA for r in server.requests)

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from recipes.openclawrl import teacher
 from recipes.openclawrl.objective import REEF, Objective
 from recipes.openclawrl.processor import Sizes, make_rehearsal, rehearsal
+from recipes.openclawrl.sessions import demonstrations
 from recipes.openclawrl.teacher import (
     HEADING,
     Demonstration,
@@ -479,6 +480,15 @@ def test_the_gate_refuses_a_step_that_changed_nothing(
     assert result["metrics"]["n_eff"] == 0
 
 
+def test_one_reply_more_than_the_base_leaves_unfinished_is_allowed_whatever_the_rounding() -> None:
+    base = [[1, 2]] * 2 + [[1, 3]] * 4
+    passed = {c.name: c.passed for c in checks.reply_checks([[1, 2], *[[1, 3]] * 5], base, [2], WIDE, base)}
+    limits = checks.GateLimits()
+    assert checks.at_most("missing_eos", 5 / 6, checks.may_not_end(limits, 4 / 6, 6)).passed
+    assert not checks.at_most("missing_eos", 1.0, checks.may_not_end(limits, 4 / 6, 6)).passed
+    assert passed["missing_eos"]
+
+
 def test_reply_checks() -> None:
     assert checks.repeated_ngrams([1, 2, 3, 4, 5]) == 0 and checks.repeated_ngrams([1, 2]) == 0
     assert checks.repeated_ngrams([1] * 8) == pytest.approx(0.8)
@@ -526,6 +536,7 @@ def accepted(tokenizer: ModelTokenizer, number: int, *, corrected: bool = False)
         Message("assistant", f"he keeps {number}"),
         None,
         sampled,
+        refused=int(corrected),
     )
     return JudgedTurn(turn, Verdict(1, 1, ((1, 1),)))
 
@@ -555,6 +566,65 @@ def test_what_the_gate_holds_out_is_never_rehearsed(tokenizer: ModelTokenizer) -
     assert rehearsal([], 1, tokenizer, count=2, sizes=Sizes(200, contexts=1, together=1)).trained == ()
 
 
+def test_a_step_is_not_examined_on_a_reply_it_trains_itself(tokenizer: ModelTokenizer) -> None:
+    past = [accepted(tokenizer, k) for k in range(16)]
+    sizes = Sizes(200, contexts=1, together=1)
+    held = [s.turn.removesuffix(" again") for s in rehearsal(past, 1, tokenizer, count=2, sizes=sizes).held_out]
+    others = rehearsal(past, 1, tokenizer, count=2, sizes=sizes, step=held).held_out
+    assert len(others) == 2 and not {s.turn.removesuffix(" again") for s in others} & set(held)
+
+
+def second_question(tokenizer: ModelTokenizer, *between: Message, refused: int) -> JudgedTurn:
+    """Accepted, the second reply of its session."""
+    first = accepted(tokenizer, 1)
+    messages = (Message("user", "Question 1?"), *between, Message("user", "And what is 3 + 4?"))
+    sampled = replace(
+        first.turn.sampled,  # pyright: ignore[reportArgumentType]
+        prompt_ids=tuple(tokenizer.render([{"role": m.role, "content": m.content} for m in messages])),
+    )
+    return replace(first, turn=replace(first.turn, messages=messages, sampled=sampled, refused=refused))
+
+
+def test_the_answer_to_a_second_question_is_not_taught_as_the_first_ones(tokenizer: ModelTokenizer) -> None:
+    sizes = Sizes(200, contexts=1, together=1)
+    moved_on = second_question(tokenizer, Message("assistant", "he keeps 1"), refused=0)
+    sample = make_rehearsal(moved_on, [moved_on], tokenizer, sizes)
+    assert sample is not None and moved_on.turn.sampled is not None
+    assert sample.prompt_ids == moved_on.turn.sampled.prompt_ids
+    assert [d.request for d in demonstrations(accepted(tokenizer, 2).turn, [moved_on], 1)] == ["And what is 3 + 4?"]
+    corrected = second_question(tokenizer, Message("assistant", "he keeps 1"), refused=1)
+    sample = make_rehearsal(corrected, [corrected], tokenizer, sizes)
+    assert sample is not None
+    assert list(sample.prompt_ids) == tokenizer.render([{"role": "user", "content": "Question 1?"}])
+
+
+def test_what_rests_on_a_tools_result_is_not_taught_without_it(tokenizer: ModelTokenizer) -> None:
+    looked_up = (Message("assistant", "look(1)"), Message("tool", "12"), Message("assistant", "1. twelve"))
+    answer = second_question(tokenizer, *looked_up, refused=2)
+    assert make_rehearsal(answer, [answer], tokenizer, Sizes(200, contexts=1, together=1)) is None
+    assert demonstrations(accepted(tokenizer, 2).turn, [answer], 1) == []
+
+
+def test_a_reply_that_no_sample_was_made_of_is_not_rehearsed_either(tokenizer: ModelTokenizer) -> None:
+    sizes = Sizes(200, contexts=1, together=1)
+    good = accepted(tokenizer, 1)
+    cut = replace(good, turn=replace(good.turn, finish_reason="length"))
+    assert make_rehearsal(cut, [cut], tokenizer, sizes) is None
+    assert make_rehearsal(cut, [cut], tokenizer, sizes, train_truncated=True) is not None
+    with_tools = replace(good, turn=replace(good.turn, tools=True))
+    assert make_rehearsal(with_tools, [with_tools], tokenizer, sizes) is None
+    assert good.turn.sampled is not None
+    elsewhere = replace(good, turn=replace(good.turn, sampled=replace(good.turn.sampled, prompt_ids=(1, 2, 3))))
+    assert make_rehearsal(elsewhere, [elsewhere], tokenizer, sizes) is None
+
+
+def test_one_users_accepted_replies_are_not_shown_for_another(tokenizer: ModelTokenizer) -> None:
+    ann, other = accepted(tokenizer, 1), accepted(tokenizer, 2)
+    ben = replace(other, turn=replace(other.turn, scenario="ben"))
+    assert demonstrations(ann.turn, [ben], 3) == []
+    assert len(demonstrations(ann.turn, [other], 3)) == 1
+
+
 def test_replies_accepted_at_once_are_rehearsed_before_corrected_ones(tokenizer: ModelTokenizer) -> None:
     """A corrected reply said "You've already done it. I'll do it again", and openings came to say so."""
     sizes = Sizes(200, contexts=1, together=1)
@@ -575,7 +645,8 @@ def test_whole_replies_are_rehearsed_before_those_that_were_cut_off(tokenizer: M
     past = [accepted(tokenizer, k) for k in range(24)]
     cut = [replace(j, turn=replace(j.turn, finish_reason="length")) if int(j.turn.id[4:]) % 3 else j for j in past]
     lots = [
-        rehearsal(cut, v, tokenizer, count=3, sizes=Sizes(200, contexts=1, together=1)).trained for v in range(1, 9)
+        rehearsal(cut, v, tokenizer, count=3, sizes=Sizes(200, contexts=1, together=1), train_truncated=True).trained
+        for v in range(1, 9)
     ]
     assert {int(s.turn.removeprefix("turn").removesuffix(" again")) % 3 for lot in lots for s in lot} == {0}
 

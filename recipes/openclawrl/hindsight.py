@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.openclawrl.sessions import opening_request
+from recipes.openclawrl.sessions import asked
 from recipes.openclawrl.teacher import HEADING, Demonstration
 from reef.recipe import Turn, Verdict
 
@@ -40,6 +40,8 @@ class Hindsight:
         self._kept: dict[str, list[Demonstration]] = {}
         self._hints: dict[str, list[str]] = {}
         self._tried: set[tuple[str, str]] = set()
+        self._warm: set[str] = set()
+        """scenarios in which something was accepted since this process began"""
         self._read()
 
     def of(self, scenario: str) -> list[Demonstration]:
@@ -48,17 +50,21 @@ class Hindsight:
 
     async def consider(self, turn: Turn, verdict: Verdict) -> None:
         """Try one demonstration from a rejected turn with a hint; at most one try a session."""
-        request = opening_request(turn)
         tried = (turn.scenario, turn.session)
-        if verdict.verdict >= 0 or not verdict.charges or not verdict.hint or not request or tried in self._tried:
+        if any(value > 0 for _, value in verdict.charges):
+            self._warm.add(turn.scenario)
+        if verdict.verdict >= 0 or not verdict.charges or not verdict.hint or tried in self._tried:
+            return
+        request = _request(turn)
+        if not request or turn.scenario in self._warm:
             return
         self._tried.add(tried)
         told = self._hints.setdefault(turn.scenario, [])
         told[:] = [*[h for h in told if h != verdict.hint], verdict.hint][-MEMO:]
         wish = "\n".join(told)
         try:
-            asked = [{"role": "user", "content": f"{request}\n\n{HEADING}\n{wish}"}]
-            replies = list(dict.fromkeys(r.strip() for r in await self._generate(asked, self._n) if r.strip()))
+            told_so = [{"role": "user", "content": f"{request}\n\n{HEADING}\n{wish}"}]
+            replies = list(dict.fromkeys(r.strip() for r in await self._generate(told_so, self._n) if r.strip()))
             met = await asyncio.gather(*(self._meets(request, reply, wish) for reply in replies))
         except Exception as error:  # a demonstration is a help; without it learning goes on as before
             log.warning("no hindsight demonstration for %s: %s: %s", turn.id, type(error).__name__, error)
@@ -87,17 +93,26 @@ class Hindsight:
             for line in self._file.read_text(encoding="utf-8").splitlines():
                 row = json.loads(line)
                 self._keep(row["scenario"], Demonstration(row["request"], row["reply"], synthetic=True))
+                self._hints[row["scenario"]] = row["wish"].splitlines()
+                self._tried.add((row["scenario"], row.get("session", "")))
 
     def _keep(self, scenario: str, shown: Demonstration) -> None:
         self._kept[scenario] = [*self._kept.get(scenario, []), shown][-KEPT:]
 
     def _write(self, turn: Turn, wish: str, reply: str) -> None:
-        shown = Demonstration(opening_request(turn), reply, synthetic=True)
-        row = {"scenario": turn.scenario, "turn": turn.id, "request": shown.request, "reply": reply, "wish": wish}
+        shown = Demonstration(_request(turn), reply, synthetic=True)
+        about = {"scenario": turn.scenario, "session": turn.session, "turn": turn.id}
+        row = {**about, "request": shown.request, "reply": reply, "wish": wish}
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**row, "synthetic": True}, ensure_ascii=False) + "\n")
         self._keep(turn.scenario, shown)
+
+
+def _request(turn: Turn) -> str:
+    """What the reply was to answer; empty where no user asked."""
+    messages = asked(turn)
+    return messages[-1].content if messages else ""
 
 
 QUESTION = """A user asked for something, said how the answer should be, and got an answer.

@@ -7,12 +7,12 @@ reason. Knows no model and no loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
 from recipes.openclawrl.judge.style import contrast
-from recipes.openclawrl.sessions import demonstrations, lacks, opens
+from recipes.openclawrl.sessions import asked, demonstrations, lacks, opens
 from recipes.openclawrl.teacher import Demonstration, candidate_contexts, check_render
 from reef.recipe import JudgedTurn, Refusal, Rehearsal, Tokenizer, Turn, Verdict
 from reef.train.sample import Sample
@@ -116,22 +116,27 @@ def rehearsal(
     *,
     count: int,
     sizes: Sizes,
+    train_truncated: bool = False,
+    step: Collection[str] = (),
 ) -> Rehearsal:
     """`count` of the accepted replies, another lot for each version, and those kept for the gate.
 
-    One in `HELD_OUT_EVERY` is never rehearsed, by its receipt, so that it stays so for good. With `sizes.choose_best`
+    One in `HELD_OUT_EVERY` is never rehearsed, by its receipt, so that it stays so for good; the gate gets none of
+    the turns in `step`, which the step trains. With `sizes.choose_best`
     those that lack least are taken, and others only if they are too few.
     """
     accepted = {j.turn.reply.content.strip(): j for j in past if j.verdict.verdict > 0}
     made = [
         (judged.turn, sample)
         for judged in accepted.values()
-        if (sample := make_rehearsal(judged, past, tokenizer, sizes))
+        if (sample := make_rehearsal(judged, past, tokenizer, sizes, train_truncated))
     ]
     lots = [made]
     if sizes.choose_best:
         lots = [[(t, s) for t, s in made if lacks(t) == what] for what in sorted({lacks(t) for t, _ in made})]
-    kept = [s for lot in lots for t, s in reversed(lot) if crc32(t.id.encode()) % HELD_OUT_EVERY == 0]
+    kept = [
+        s for lot in lots for t, s in reversed(lot) if crc32(t.id.encode()) % HELD_OUT_EVERY == 0 and t.id not in step
+    ]
     chosen: list[Sample] = []
     for lot in lots:
         open = [s for t, s in lot if crc32(t.id.encode()) % HELD_OUT_EVERY]
@@ -145,21 +150,24 @@ def make_rehearsal(
     past: Sequence[JudgedTurn],
     tokenizer: Tokenizer,
     sizes: Sizes,
+    train_truncated: bool = False,
 ) -> Sample | None:
-    """An accepted reply as the answer to the request its session opened with, or None if it can't be that.
+    """An accepted reply as the answer to the request it finally met (`asked`), or None if it can't be that.
 
     A reply that was accepted after corrections is what should have come at once: its ids are the engine's,
-    its prompt is the opening's. It has no RL term, since nothing sampled it there.
+    its prompt is the request's. It has no RL term, since nothing sampled it there. What `make_sample` refuses is
+    not trained this way either.
     """
     turn, sampled = judged.turn, judged.turn.sampled
-    if sampled is None or (turn.next is not None and turn.next.role == "tool"):
+    if sampled is None or turn.tools or (turn.next is not None and turn.next.role == "tool"):
         return None
-    first = next((i for i, m in enumerate(turn.messages) if m.role == "user"), None)
-    if first is None:
+    if turn.finish_reason == "length" and not train_truncated:
         return None
-    messages = [{"role": m.role, "content": m.content} for m in turn.messages[: first + 1]]
-    prompt = tuple(tokenizer.render(messages))
-    if len(prompt) + len(sampled.token_ids) > sizes.tokens:
+    messages = [{"role": m.role, "content": m.content} for m in asked(turn)]
+    prompt = tuple(tokenizer.render(messages)) if messages else ()
+    if not prompt or len(prompt) + len(sampled.token_ids) > sizes.tokens:
+        return None
+    if check_render(tokenizer, [{"role": m.role, "content": m.content} for m in turn.messages], sampled.prompt_ids):
         return None
     contexts = candidate_contexts(
         tokenizer,

@@ -8,7 +8,7 @@ the learner runs without torch and the trainer without a judge.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -109,12 +109,11 @@ class OpenClawRL:
         from recipes.openclawrl.sessions import judged_history
 
         history = judged_history(turn)
-        report = next((r for r in reversed(turn.reports) if r.score is not None), None)
-        if report is not None:
+        report = next((r for r in reversed(turn.reports) if r.score is not None or r.feedback), None)
+        if report is not None and report.score is not None:
             return verdict_of_report(report, len(history) - 1)
-        words = next((r.feedback for r in reversed(turn.reports) if r.feedback), None)
-        if words:  # said about this reply: outweighs whatever came next
-            following = {"role": "user", "content": words}
+        if report is not None and report.feedback:  # said about this reply: outweighs whatever came next
+            following = {"role": "user", "content": report.feedback}
         elif turn.next is not None:
             following = {"role": turn.next.role, "content": turn.next.text}
         else:
@@ -168,7 +167,7 @@ class OpenClawRL:
         scale = max(CALMEST, 1.0 - content) if led else CALMEST
         return formed, {"baseline": state, "content": content, "lr_scale": scale}
 
-    def rehearse(self, past: Sequence[JudgedTurn], version: int) -> Rehearsal:
+    def rehearse(self, past: Sequence[JudgedTurn], version: int, step: Collection[str]) -> Rehearsal:
         from recipes.openclawrl.processor import rehearsal
 
         assert self._tools is not None, "rehearsing needs the policy's tokenizer"
@@ -178,6 +177,8 @@ class OpenClawRL:
             self._tools.tokenizer,
             count=self.rehearsals(),
             sizes=self._sizes(),
+            train_truncated=self.config.train_truncated,
+            step=step,
         )
 
     def loss(self, batch: Batch, policy: Scorer, reference: Scorer) -> Loss:
@@ -260,11 +261,12 @@ def verdict_of_report(report: Report, last: int) -> Verdict:
     """An explicit score as a verdict on the reply at index `last`."""
     score = report.score or 0.0
     value = (score > 0) - (score < 0)
+    told = " ".join((report.feedback or "").split())
     return Verdict(
         verdict=value,
         target=last if value else None,
         charges=((last, value),) if value else (),
-        hint=report.feedback[:400] if report.feedback and len(report.feedback) > 10 else None,
+        hint=told[:400] if value < 0 and len(told) > 10 else None,
         confidence=1.0,
         judge="report",
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from recipes.openclawrl.teacher import Demonstration
 from reef.recipe import JudgedTurn, Turn
-from reef.wire.exchange import conversation
+from reef.wire.exchange import Message, conversation
 
 
 def opens(turn: Turn) -> bool:
@@ -29,19 +29,31 @@ def judged_history(turn: Turn) -> list[dict[str, str]]:
     return conversation([*turn.messages, turn.reply])
 
 
-def opening_request(turn: Turn) -> str:
-    """The request a session began with: what its accepted reply finally answered."""
-    return next((m.content for m in turn.messages if m.role == "user"), "")
+def asked(turn: Turn) -> Sequence[Message]:
+    """The conversation up to the request that the reply finally answers: the user's first message after the last
+    earlier reply that was not refused. Empty where that is none of a user's, or where a tool was called since: what
+    the reply says may come from its result."""
+    replies = [i for i, m in enumerate(turn.messages) if m.role == "assistant"]
+    since = len(replies) - turn.refused
+    start = replies[since - 1] + 1 if since > 0 else 0
+    request = next((i for i in range(start, len(turn.messages)) if turn.messages[i].role == "user"), None)
+    if request is None or any(m.role == "tool" for m in turn.messages[start:]):
+        return ()
+    return turn.messages[: request + 1]
 
 
 def demonstrations(turn: Turn, past: Sequence[JudgedTurn], limit: int, *, best: bool = True) -> list[Demonstration]:
     """Accepted replies to show the teacher, best first, at most `limit`.
 
-    One from the same session comes first: it solves this very request. Then those of other sessions, the newest
+    One from the same session comes first: it may solve this very request. Then those of other sessions, the newest
     first, with `best` those that lack least (`lacks`) before them. A reply accepted after corrections is shown as the
-    answer to the session's opening request, so that the example reads as if it had been right at once.
+    answer to the request they were about, so that the example reads as if it had been right at once.
     """
-    accepted = [j.turn for j in reversed(past) if j.verdict.verdict > 0 and j.turn.id != turn.id]
+    accepted = [
+        j.turn
+        for j in reversed(past)
+        if j.verdict.verdict > 0 and j.turn.id != turn.id and j.turn.scenario == turn.scenario
+    ]
     same = [t for t in accepted if t.session == turn.session]
     others = [t for t in accepted if t.session != turn.session]
     if best:
@@ -49,6 +61,6 @@ def demonstrations(turn: Turn, past: Sequence[JudgedTurn], limit: int, *, best: 
     shown: dict[str, Demonstration] = {}
     for candidate in [*same, *others]:
         reply = candidate.reply.content.strip()
-        if reply and reply not in shown:
-            shown[reply] = Demonstration(opening_request(candidate), reply)
+        if reply and reply not in shown and (messages := asked(candidate)):
+            shown[reply] = Demonstration(messages[-1].content, reply)
     return list(shown.values())[:limit]

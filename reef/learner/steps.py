@@ -225,7 +225,7 @@ class Steps:
 
     def _write(self, step: StepRow, samples: Sequence[Sample], past: Past) -> None:
         settings = self._settings
-        rehearsal = self._recipe.rehearse(past.all(), step.version)
+        rehearsal = self._recipe.rehearse(past.all(), step.version, step.turns)
         job = {
             "step": step.id,
             "scenario": step.scenario,

@@ -5,6 +5,7 @@ Reads both databases, writes none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from reef.recipe import JudgedTurn, NextState, Turn, Verdict
@@ -27,6 +28,7 @@ class Turns:
         if exchange is None or row is None or not exchange.request:  # gone, or erased since
             return None
         binding = self._learn.binding(id)
+        earlier = self._learn.ancestors(id)
         return Turn(
             id=id,
             scenario=exchange.scenario,
@@ -37,7 +39,8 @@ class Turns:
             sampled=exchange.sampled,
             finish_reason=finish_reason_of(exchange),
             tools=bool(exchange.request.get("tools")),
-            earlier=tuple(self._learn.ancestors(id)),
+            earlier=tuple(earlier),
+            refused=self._refused(earlier),
             reports=self._learn.reports_on(id),
             memo=tuple(rule.text for rule in self._learn.memo.of(exchange.scenario)),
         )
@@ -47,6 +50,14 @@ class Turns:
         row = self._learn.verdict_on(id)
         turn = self.build(id)
         return JudgedTurn(turn, charge_as_verdict(row)) if row is not None and turn is not None else None
+
+    def _refused(self, earlier: Sequence[str]) -> int:
+        """How many of the replies, counted from the newest, were refused one after the other."""
+        for count, id in enumerate(reversed(earlier)):
+            row = self._learn.verdict_on(id)
+            if row is None or row.verdict >= 0:
+                return count
+        return len(earlier)
 
     def accepted(self, scenario: str, limit: int = 16) -> list[JudgedTurn]:
         """The scenario's newest accepted turns, oldest first."""
@@ -59,8 +70,11 @@ class Turns:
 
 
 def charge_as_verdict(row: Any) -> Verdict:
-    """A stored verdict as it falls on the turn it charges."""
+    """A stored verdict as it falls on the turn it charges. Its hint is for what it was said of: a reply that is
+    wanted back does not need "go back to the first version"."""
     body = dict(row.body)
+    if row.verdict != body["verdict"]:
+        body["hint"] = None
     body["charges"] = tuple((int(i), int(v)) for i, v in body.get("charges", ()))
     body["votes"] = tuple(body.get("votes", ()))
     body["verdict"] = row.verdict

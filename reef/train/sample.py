@@ -53,7 +53,7 @@ class Sample:
     opening: bool = True
     """the first reply of its conversation: no correction came before it"""
     rehearsed: bool = False
-    """an accepted reply of an earlier step, trained once more: it is none of the step's turns"""
+    """an accepted reply, trained as the answer to the request it met: it counts as none of the step's turns"""
 
     def __post_init__(self) -> None:
         t = len(self.response_ids)

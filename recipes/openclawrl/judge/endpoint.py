@@ -151,7 +151,8 @@ class OpenAIPrm:
 
     async def _vote(self, prompt: str) -> _Cast:
         """One vote, after as many attempts as it takes and are allowed."""
-        note, tokens, attempt, plain = "", 0, 0, False
+        note, tokens, attempt = "", 0, 0
+        plain = unable = False
         while attempt < self._attempts:
             wait = min(self._backoff_s * 2**attempt, BACKOFF_CAP_S) * random.uniform(0.7, 1.3)
             held = self._structured and not plain
@@ -169,13 +170,14 @@ class OpenAIPrm:
                 note = str(error)
                 if held and (error.status in _UNHELD or error.status == 500):
                     # The prompt asks for JSON anyway. A 500 may be passing: it counts for this vote alone.
-                    self._structured = self._structured and error.status == 500
-                    plain = True
+                    plain, unable = True, error.status != 500
                     continue
                 if error.status < 500 and error.status not in _RETRIED:
                     return _Cast(None, note, tokens)
                 wait = max(wait, error.retry_after)
             else:
+                if unable:  # the prompt was no trouble, so the schema was
+                    self._structured = False
                 tokens += answer.tokens
                 vote = parse_vote(answer.text)
                 if vote is not None:

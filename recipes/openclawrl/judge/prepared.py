@@ -79,7 +79,7 @@ class Cache:
 
     def __init__(self, body: Body, first: int, work: Path) -> None:
         self._body, self._first = body, first
-        self._folder = work / f"prepared-{VERSION}-{first}-{body.depth}"
+        self._folder = work / f"prepared-{VERSION}-{first}-{body.depth}-{body.fingerprint}"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._rows: dict[str, Prepared] = {}
         for file in sorted(self._folder.glob("*.pt")):

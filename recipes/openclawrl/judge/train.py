@@ -36,6 +36,7 @@ from recipes.openclawrl.judge.wording import VERSION as WORDING_VERSION
 from recipes.openclawrl.judge.wording import fit_wording, wording_of
 from recipes.openclawrl.judge.words import VERSION as WORDS_VERSION
 from recipes.openclawrl.judge.words import Reaction, fit_words
+from reef.errors import ModelError
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ def train(
     rows = rows_of(corpus)
     body = Body(model, settings.depth)
     work.mkdir(parents=True, exist_ok=True)
-    run = sha256(repr((settings, sha256(corpus), VERSION)).encode())[:12]
+    run = sha256(repr((settings, sha256(corpus), VERSION, body.fingerprint)).encode())[:12]
     state = work / f"fit-{run}.pt"
     cache = Cache(body, settings.first, work)
     taught, _ = divided(rows, settings)
@@ -134,9 +135,12 @@ def train(
 
 
 def reword(model: str | Path, corpus: bytes, folder: Path, work: Path, check: Path | None = None) -> Head:
-    """Fit the models of words anew for the weights in `folder`, calibrate, measure, and write them there again."""
+    """Fit the models of words anew for the weights in `folder`, calibrate, measure, and write them there again.
+    Raises ModelError for another corpus than theirs: what it would hold out, the adapter may have been trained on."""
     body = Body(model, Head.depth_of(folder))
     head = Head.load(folder, body)
+    if head.card["corpus"]["sha256"] != sha256(corpus):
+        raise ModelError(f"the weights in {folder} were trained on another corpus")
     settings = Settings(**head.card["settings"])
     return finish(body, head, settings, corpus, Cache(body, settings.first, work), folder, check)
 

@@ -92,7 +92,7 @@ class InProcessLearner:
         standing.waiting = [j for j in left if j.turn.id not in set(turns)]
         formed, carried = self.recipe.form(samples, standing.carried)
         version = standing.newest + 1
-        repeated = self.recipe.rehearse(past, version)
+        repeated = self.recipe.rehearse(past, version, turns)
         started = time.process_time()
         job = Job(
             step=f"step-{version}",

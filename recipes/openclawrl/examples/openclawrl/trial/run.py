@@ -169,6 +169,7 @@ class Run:
             sampled=Sampled(tuple(prompt), drawn.ids, drawn.logprobs, (), version, Sampling(TAU)),
             finish_reason="stop" if drawn.ended else "length",
             earlier=tuple(t.id for t in talk.turns),
+            refused=degree,
         )
         talk.turns.append(turn)
         talk.looks.append(look)
