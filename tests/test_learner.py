@@ -42,6 +42,8 @@ class Rule(ReportsOnly):
         index = sum(m.role != "system" for m in turn.messages)
         if turn.next.text == "hm":
             return Verdict(0, None, judge="rule")
+        if turn.next.text == "meh":  # refused, but too unsure to charge anybody
+            return Verdict(-1, index, (), judge="rule")
         value = 1 if "thanks" in turn.next.text else -1
         return Verdict(value, index, ((index, value),), judge="rule")
 
@@ -195,6 +197,16 @@ def test_neutral_reactions_train_nothing(running: Stack) -> None:
     running.observer().step()
     running.judge_all(Rule())
     assert running.learn.fate(first) is Fate.NEUTRAL
+
+
+def test_a_turn_knows_how_many_replies_before_it_were_refused(running: Stack) -> None:
+    corrected = talk(running, "an answer", "no list", "meh", THANKS)
+    moved_on = talk(running, "one question", THANKS + ", and another", "no list", THANKS)
+    running.observer().step()
+    running.judge_all(Rule())
+    turns = Turns(running.log, running.learn)
+    built = [[turn.refused for id in ids if (turn := turns.build(id))] for ids in (corrected, moved_on)]
+    assert built == [[0, 1, 2, 0], [0, 0, 1, 0]]
 
 
 def test_opted_out_and_side_calls_never_reach_the_judge(running: Stack) -> None:

@@ -53,11 +53,7 @@ class Turns:
 
     def _refused(self, earlier: Sequence[str]) -> int:
         """How many of the replies, counted from the newest, were refused one after the other."""
-        for count, id in enumerate(reversed(earlier)):
-            row = self._learn.verdict_on(id)
-            if row is None or row.verdict >= 0:
-                return count
-        return len(earlier)
+        return next((n for n, id in enumerate(reversed(earlier)) if not self._learn.refused(id)), len(earlier))
 
     def accepted(self, scenario: str, limit: int = 16) -> list[JudgedTurn]:
         """The scenario's newest accepted turns, oldest first."""

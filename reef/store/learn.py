@@ -126,6 +126,13 @@ class LearnStore:
             query = select(verdicts).where(verdicts.c.charged == turn).order_by(verdicts.c.seq.desc()).limit(1)
             return c.execute(query).first()
 
+    def refused(self, turn: str) -> bool:
+        """Whether the newest verdict about a turn refuses it, also one too unsure to charge it."""
+        about = (verdicts.c.charged == turn) | ((verdicts.c.turn == turn) & verdicts.c.charged.is_(None))
+        with self._engine.connect() as c:
+            row = c.execute(select(verdicts).where(about).order_by(verdicts.c.seq.desc()).limit(1)).first()
+        return row is not None and (row.verdict if row.charged else row.body["verdict"]) < 0
+
     def accepted(self, scenario: str, limit: int) -> list[Row[Any]]:
         """The newest accepted turns of a scenario, oldest first, with their verdicts. The newest verdict on a
         turn counts: one that was accepted first and refused later is not among them."""
