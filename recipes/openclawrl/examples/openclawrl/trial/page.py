@@ -126,10 +126,13 @@ Arms c, d and e minimise the published objective (raw reward, top-4 surrogate, n
 batch, learning rate, epochs and adapted layers, the same as f: the published batch of 16 would be two
 updates in a run. Arms that distil draw contexts from one source: accepted replies, and where there is none
 the user's complaint (f: accepted replies only). Arm b keeps what the user said in a Markdown file in the
-system prompt; b2 adds the newest accepted answer to it. Arms a to f have the rule as judge, g has the
-embedded judge (its name, with the hash of its weights, is in each run's JSON).
+system prompt; b2 adds the newest accepted answer to it. Arm f is preset `reef` with a weaker RL term (0.3, not 1)
+and no anchor to the base (`beta_kl` 0). Its groups: 63f3cd rehearses two accepted replies a step at half weight,
+899088 four at full weight, 81812a those of them first that were accepted at once and whole (`choose_best`). All were
+trained while a step was still examined on accepted replies that it trained itself. Arms a to f have the rule as judge,
+g has the embedded judge (its name, with the hash of its weights, is in each run's JSON).
 
-The student asks again in one of thirteen sentences; one of them was put in other words after the rows of arms a to f
+The student asks again in one of fourteen sentences; one of them was put in other words after the rows of arms a to f
 that are here, since a conversation of the judge's corpus had come to hold it. Replaying a run that drew it would part
 from its row there.
 """

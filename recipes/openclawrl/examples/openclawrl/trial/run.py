@@ -103,6 +103,7 @@ class Run:
                 break
             self._round()
             self._save()
+            self._forget_old()
         if state.held_out is None:
             state.held_out = self._held_out()
             self._save()
@@ -134,7 +135,6 @@ class Run:
             before = self._learner.seconds
             state.coming = self._learner.step(state.standing)
             state.training += self._learner.seconds - before
-            self._forget_old()
         state.round += 1
         marks = "".join("1" if t.looks[0].passes else "0" for t in sorted(state.done, key=lambda t: t.index))
         self._tell(
@@ -255,8 +255,9 @@ class Run:
     # --- durability ---
 
     def _forget_old(self) -> None:
-        """Drop releases nobody goes back to: a run keeps the last few."""
-        assert self._learner is not None
+        """Drop releases nobody goes back to: a run keeps the last few, and those its saved state names."""
+        if self._learner is None:
+            return
         for version in range(1, self.state.standing.newest - 2):
             if version not in (self.state.standing.served, self.state.coming):
                 folder = self._learner.folder(version)
