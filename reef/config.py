@@ -280,7 +280,21 @@ def load_config(
     environ: Mapping[str, str] = os.environ,
 ) -> Config:
     """Read serve.yaml and lay environment and command line over it. Raises ConfigError."""
-    data = _read(path) if path else {}
+    return _checked(_read(path) if path else {}, str(path) if path else "configuration", overrides, environ)
+
+
+def load_run(file: Path, environ: Mapping[str, str] = os.environ) -> Config:
+    """What a `reef serve` wrote to `store.dir/run/config.json`, its model's folder as policy.model, and the environment
+    over it. Raises ConfigError."""
+    data = _read(file)
+    if (model_dir := data.pop("model_dir", None)) is not None:
+        _put(data, ("policy", "model"), model_dir)
+    return _checked(data, str(file), (), environ)
+
+
+def _checked(
+    data: dict[str, Any], where: str, overrides: Sequence[tuple[str, str]], environ: Mapping[str, str]
+) -> Config:
     for name, value in sorted(environ.items()):
         if name.startswith("REEF_") and "__" in name:
             _put(data, name.removeprefix("REEF_").lower().split("__"), value)
@@ -289,7 +303,7 @@ def load_config(
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(explain(error, Config, str(path) if path else "configuration")) from None
+        raise ConfigError(explain(error, Config, where)) from None
     _check_loopback(config.server)
     _check_method(config)
     return config

@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from reef.cli.learning import preview_job, settings_for
+from reef.config import load_config
 from reef.errors import JudgeError
 from reef.learner.steps import Steps, StepSettings
 from reef.learner.turns import Turns
@@ -111,6 +113,25 @@ def test_seventeen_turns_make_four_batches_of_four_and_one_waits(running: Stack)
     assert len(set(turns)) == 16
     assert (running.fates()["trained"], running.fates()["judged"]) == (16, 1)
     assert add_up(running)
+
+
+def test_reef_train_takes_the_settings_and_databases_of_the_stores_own_service(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    learn = f"sqlite:///{tmp_path}/elsewhere.db"
+    with stack(tmp_path, store__learn=learn) as s:
+        judged_turns(s, 3)
+        settings = {"store.learn": learn, "recipe.name": "tests.reports_recipe:ReportsOnly", "train.lr": "0.25"}
+        run = {**load_config(None, [*settings.items()], {}).model_dump(mode="json"), "model_dir": str(tiny_model_dir)}
+        (s.dir / "run").mkdir()
+        (s.dir / "run" / "config.json").write_text(json.dumps(run))
+        found = settings_for(s.dir, None)
+        assert (found.store.dir, found.policy.model) == (s.dir, str(tiny_model_dir))
+        job = json.loads(preview_job(found, tmp_path / "scratch", None).read_text())
+        assert (job["lr"], len(job["samples"])) == (0.25, 2)
+        (tmp_path / "serve.yaml").write_text("train: {epochs: 7}")
+        other = settings_for(s.dir, tmp_path / "serve.yaml")
+        assert (other.train.epochs, other.recipe_name, other.store.learn) == (7, "openclawrl", learn)
 
 
 def adapter_files(folder: Path) -> str:

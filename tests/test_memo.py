@@ -143,6 +143,14 @@ def reef(*arguments: str) -> list[dict[str, object]]:
     return json.loads(done.output)
 
 
+def test_the_memo_of_a_store_with_a_database_elsewhere_is_found(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/elsewhere.db"
+    store(LearnStore(open_database(url, LEARN)), Rule("Be brief.", "t1", 1.0))
+    (tmp_path / "data" / "run").mkdir(parents=True)
+    (tmp_path / "data" / "run" / "config.json").write_text(json.dumps({"store": {"learn": url}}))
+    assert [line["text"] for line in reef("--store", str(tmp_path / "data"))] == ["Be brief."]
+
+
 def test_the_memo_is_shown_and_changed_from_the_command_line(tmp_path: Path) -> None:
     learn = LearnStore(open_database(f"sqlite:///{tmp_path}/learn.db", LEARN))
     store(learn, Rule("Be brief.", "t1", 1.0), Rule("Sign as Jo.", "t2", 2.0))

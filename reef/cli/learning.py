@@ -12,12 +12,15 @@ from typing import Annotated, Any
 
 import typer
 
+from reef.cli.inspect import located
 from reef.cli.output import print_json, print_table, print_to_stderr
-from reef.config import Config, StoreConfig, load_config
+from reef.config import Config, StoreConfig, load_config, load_run
 from reef.errors import ConfigError, ReefError
 from reef.train.jobs import ENDED
 
-ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="serve.yaml; without it all defaults")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", "-c", help="serve.yaml; without it as the store's last `reef serve` was set")
+]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 
@@ -51,13 +54,22 @@ def train(
     if now:
         demand(store)
         return
-    settings = load_config(config)
-    settings = settings.model_copy(update={"store": settings.store.model_copy(update={"dir": store})})
+    settings = settings_for(store, config)
     report = _dry_run(settings, step, turns) if dry_run else _publish(settings, turns)
     if json:
         print_json(report)
         return
     print_report(report)
+
+
+def settings_for(store: Path, config: Path | None) -> Config:
+    """The settings of a serve.yaml, else those of the store's last `reef serve`, else the defaults; the databases are
+    the store's unless the file names others. Raises ConfigError."""
+    run = store / "run" / "config.json"
+    settings = load_run(run) if config is None and run.exists() else load_config(config)
+    found = located(store)
+    at = {"dir": store, "log": settings.store.log or found.log, "learn": settings.store.learn or found.learn}
+    return settings.model_copy(update={"store": settings.store.model_copy(update=at)})
 
 
 def demand(store: Path) -> None:

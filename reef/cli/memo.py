@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
+from reef.cli.inspect import located
 from reef.cli.output import clock, print_json, print_table
-from reef.config import StoreConfig
 from reef.errors import BadRequest
 from reef.recipe import Rule
 from reef.store.database import open_database
@@ -36,7 +36,7 @@ def memo(
 ) -> None:
     """What this user has asked of replies so far. Judge and teacher read it, served prompts only with
     policy.serve_memo: true; --drop and --add change it."""
-    learn = LearnStore(open_database(StoreConfig(dir=store).learn_url, LEARN, create=False))
+    learn = LearnStore(open_database(located(store).learn_url, LEARN, create=False))
     rules = learn.memo.of(scenario)
     if add or drop:
         rules = _changed(rules, add or [], drop or [])
