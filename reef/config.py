@@ -128,7 +128,7 @@ class EngineConfig(Section):
     retries: int = Field(
         default=2,
         ge=0,
-        description="times a request is tried again when the engine can't be reached or answers 429 or 5xx, "
+        description="attempts after the first when the engine can't be reached or answers 429, 500, 502, 503 or 529, "
         "as long as nothing was sent to the client",
     )
 
