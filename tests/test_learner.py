@@ -306,6 +306,17 @@ def test_a_report_queues_its_turn_once_and_needs_no_next_state(running: Stack) -
     assert row is not None and row.verdict == -1
 
 
+def test_a_report_of_words_alone_is_taken_and_the_document_allows_it(running: Stack) -> None:
+    (only,) = talk(running, "2+2?")
+    said = {"references": [only], "feedback": "too long"}
+    assert httpx.post(f"{running.url}/reef/report", json=said).json()["recorded"] is True
+    assert httpx.post(f"{running.url}/reef/report", json={"references": [only]}).status_code == 400
+    operation = httpx.get(f"{running.url}/openapi.json").json()["paths"]["/reef/report"]["post"]
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    assert schema["required"] == ["references"]
+    assert schema["anyOf"] == [{"required": ["score"]}, {"required": ["feedback"]}]
+
+
 def test_stale_turns_are_refused_with_the_reason(running: Stack) -> None:
     recipe = judged_turns(running, 4)
     folder = running.dir / "releases" / "default" / "v000003"

@@ -133,13 +133,16 @@ OPERATIONS: Mapping[str, Operation] = {
     "/v1/models/{id}": Operation("One of them"),
     "/reef/report": Operation(
         "Explicit feedback on answers",
-        _shape(
-            ["references", "score"],
-            id=_TEXT,
-            references=_list(_TEXT, 1),
-            score=_NUMBER,
-            feedback=_either(_TEXT, _OBJECT),
-        ),
+        {
+            **_shape(
+                ["references"],
+                id=_TEXT,
+                references=_list(_TEXT, 1),
+                score=_NUMBER,
+                feedback=_either({"type": "string", "minLength": 1}, _OBJECT),
+            ),
+            "anyOf": [{"required": ["score"]}, {"required": ["feedback"]}],
+        },
     ),
     "/reef/status": Operation("The state of the loop in a few numbers"),
     "/reef/funnel": Operation("What became of every exchange"),
