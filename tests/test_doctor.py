@@ -43,6 +43,17 @@ def test_a_served_memo_is_noted() -> None:
     assert [f.about for f in findings(config, {})] == ["policy"]
 
 
+def test_keys_with_which_the_learner_cannot_publish_are_a_problem() -> None:
+    def about(keys: str) -> list[str]:
+        settings = [("server.keys", keys), ("prm.backend", "openai"), ("prm.url", "u")]
+        return [f.said for f in findings(load_config(None, settings, {}), {})]
+
+    bound = "{key: b, name: b, role: admin, scenario: math}"
+    assert "no key has the role admin" in about("[{key: a, name: a}]")[0]
+    assert "scenario math only" in about(f"[{{key: a, name: a}}, {bound}]")[0]
+    assert about(f"[{{key: c, name: c, role: admin}}, {bound}]") == []
+
+
 class Unsure(ReportsOnly):
     async def judge(self, turn: Turn) -> Verdict | None:
         return Verdict(-1, 1, (), confidence=0.41, judge="small")

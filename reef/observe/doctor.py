@@ -43,11 +43,26 @@ def findings(
 ) -> list[Finding]:
     """Problems first. `fates` counts exchanges by fate, `judge_errors` is why queued turns have no verdict, `unsure`
     how many verdicts charged nobody."""
-    found = [*_judge(config, judge_errors, unsure), *_lost(fates)]
+    found = [*_keys(config), *_judge(config, judge_errors, unsure), *_lost(fates)]
     if config.policy.serve_memo:
         said = "prompts are served with the memo: answers are no measure of what the weights learned"
         found.append(Finding("policy", "note", said, "policy.serve_memo: false serves the weights alone"))
     return sorted(found, key=lambda finding: finding.level != "problem")
+
+
+def _keys(config: Config) -> list[Finding]:
+    """The learner publishes with the first admin key."""
+    keys = config.server.keys
+    if not keys or not config.train.enabled:
+        return []
+    admin = next((key for key in keys if key.role == "admin"), None)
+    if admin is None:
+        said = "no key has the role admin: the learner can't have its releases served"
+        return [Finding("server", "problem", said, "give server.keys one with role: admin and no scenario")]
+    if admin.scenario is not None:
+        said = f"the first admin key may use scenario {admin.scenario} only: releases of others are not served"
+        return [Finding("server", "problem", said, "put an admin key without a scenario before it in server.keys")]
+    return []
 
 
 def _judge(config: Config, errors: Sequence[str], unsure: int) -> list[Finding]:
