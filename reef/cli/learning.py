@@ -32,7 +32,7 @@ def train(
     store: Annotated[Path, typer.Option("--from", help="store.dir to learn from")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="report the step, write nothing")] = False,
     publish: Annotated[
-        bool, typer.Option("--publish", help="write the release and serve it if a service runs")
+        bool, typer.Option("--publish", help="train a step here; refused while a service runs on the store")
     ] = False,
     now: Annotated[
         bool, typer.Option("--now", help="have the running service train what waits, however few turns")
