@@ -206,7 +206,7 @@ class TrainConfig(Section):
     seed: int = Field(default=0, description="seed of the adapter's initial values")
     threads: int = Field(default=1, ge=1, description="torch threads of the trainer")
     idle_s: float = Field(
-        default=120.0, ge=0, description="train fewer turns than a batch once they have waited this long; 0: never"
+        default=120.0, ge=0, description="train fewer turns than a batch once none was added for this long; 0: never"
     )
     min_batch: int = Field(default=2, ge=1, description="turns such a smaller batch has at least")
     max_attempts: int = Field(default=3, ge=1, description="times a failing step is tried before its turns are let go")
