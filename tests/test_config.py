@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from recipes.openclawrl.recipe import Config as RecipeConfig
 from reef.config import Config, load_config
 from reef.errors import ConfigError, RecipeError
 from reef.recipe import load
+from reef.sessions.fate import Fate
 
 
 def test_command_line_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
@@ -62,6 +64,13 @@ def test_every_key_is_documented(model: type[BaseModel]) -> None:
 def test_every_recipe_key_is_in_its_page() -> None:
     page = (Path(__file__).parent.parent / "docs/user-guide/recipes/openclawrl.rst").read_text()
     assert [name for name in RecipeConfig.model_fields if name not in page] == []
+
+
+def test_every_fate_is_in_its_page_with_what_to_do() -> None:
+    page = (Path(__file__).parent.parent / "docs/user-guide/sessions.rst").read_text()
+    table = page.split("\nFates\n-----\n")[1].split("\nSettings\n")[0]
+    named = re.findall(r"^``([a-z_]+)``", table, re.MULTILINE)
+    assert sorted(named) == sorted(fate.value for fate in Fate)
 
 
 def test_published_defaults() -> None:

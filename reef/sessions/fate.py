@@ -32,8 +32,6 @@ class Fate(StrEnum):
     TRUNCATED = "truncated"
     MISSING_LOGPROBS = "missing_logprobs"
     UNSUPPORTED_SAMPLING = "unsupported_sampling"
-    JUDGE_UNAVAILABLE = "judge_unavailable"
-    JUDGE_NO_QUORUM = "judge_no_quorum"
     NEUTRAL = "neutral"
     STALE = "stale"
     TOO_LONG = "too_long"
