@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from recipes.openclawrl.recipe import Config as RecipeConfig
-from reef.config import Config, load_config
+from reef.config import Config, Key, load_config
 from reef.errors import ConfigError, RecipeError
 from reef.recipe import load
 from reef.sessions.fate import Fate
@@ -64,6 +64,15 @@ def test_every_key_is_documented(model: type[BaseModel]) -> None:
 def test_every_recipe_key_is_in_its_page() -> None:
     page = (Path(__file__).parent.parent / "docs/user-guide/recipes/openclawrl.rst").read_text()
     assert [name for name in RecipeConfig.model_fields if name not in page] == []
+
+
+def test_the_settings_page_names_every_key_and_no_other() -> None:
+    page = (Path(__file__).parent.parent / "docs/user-guide/settings.rst").read_text()
+    keys = [name for name, _ in sections(Config) if name != "recipe"]
+    keys += [f"recipe.{name}" for name in ("name", *RecipeConfig.model_fields)]
+    assert sorted(re.findall(r"^``([a-z_]+\.[a-z_0-9]+)``", page, re.MULTILINE)) == sorted(keys)
+    table = page.split("Each of ``server.keys``:")[1].split("\nstore\n")[0]
+    assert re.findall(r"^``([a-z_]+)``", table, re.MULTILINE) == list(Key.model_fields)
 
 
 def test_every_fate_is_in_its_page_with_what_to_do() -> None:
