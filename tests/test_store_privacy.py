@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,13 @@ from reef.errors import ConfigError
 from reef.learner.erasing import Erasing
 from reef.learner.steps import Steps, StepSettings
 from reef.learner.turns import Turns
+from reef.recipe import JudgedTurn, Rehearsal, Rule
 from reef.sessions.fate import Fate
 from reef.store.database import open_database
 from reef.store.log import LogReader, LogWriter
 from reef.store.migrations import LEARN, LOG
 from reef.store.redact import Redactor, luhn
+from reef.train.sample import Sample
 from reef.wire.traffic import read_traffic
 from tests.records import record, sampled
 from tests.reports_recipe import Config
@@ -106,16 +110,112 @@ def follow(erasing: Erasing, stop: threading.Event) -> None:
         time.sleep(0.05)
 
 
-def release(s: Stack, steps: Steps, step: str) -> None:
+def release(s: Stack, steps: Steps, step: str, status: str = "candidate") -> None:
     """What a trainer leaves behind."""
     job = json.loads((s.dir / "steps" / step / "job.json").read_text())
-    folder = s.dir / "releases" / "default" / "v000001"
+    folder = s.dir / "releases" / job["scenario"] / f"v{job['version']:06d}"
     folder.mkdir(parents=True)
     about = {k: job[k] for k in ("scenario", "version", "parent", "turns")}
-    about |= {"content_hash": "0", "metrics": {}, "gate": {}, "status": "candidate"}
+    about |= {"content_hash": "0", "metrics": {}, "gate": {}, "status": status}
     (folder / "release.json").write_text(json.dumps(about))
     (s.dir / "steps" / step / "result.json").write_text(json.dumps({"release": str(folder)}))
     assert steps.collect() == 1
+
+
+class Rehearses(RuleJudge):
+    """Repeats every accepted turn in later steps, and examines them on it."""
+
+    def rehearse(self, past: Sequence[JudgedTurn], version: int) -> Rehearsal:
+        made = [self.sample(j.turn, j.verdict, past) for j in past]
+        again = tuple(replace(m, turn=f"{m.turn} again", rehearsed=True) for m in made if isinstance(m, Sample))
+        return Rehearsal(again, again)
+
+
+def rehearsed(s: Stack) -> tuple[Steps, str, list[str]]:
+    """The receipt of a trained turn, and the running steps of another turn of its scenario and of another scenario."""
+    recipe = Rehearses(Config(batch_size=1))
+    steps = Steps(s.log, s.learn, Turns(s.log, s.learn), recipe, s.dir / "steps", StepSettings(1, 8, 1e-3, 1, 0, 2))
+    secret, _ = talk(s, SECRET, "thanks")
+    s.observer().step()
+    s.judge_all(recipe)
+    (first,) = steps.form()
+    release(s, steps, first.id)
+    with s.learn.begin() as c:
+        s.learn.steps.published(c, "default", 1)
+    talk(s, "hello", "no")
+    reply, _ = s.ask([{"role": "user", "content": "hi"}], **{"x-reef-scenario": "other"})
+    history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": reply}]
+    s.ask([*history, {"role": "user", "content": "thanks"}], **{"x-reef-scenario": "other"})
+    s.observer().step()
+    s.judge_all(recipe)
+    second, other = sorted(steps.form(), key=lambda step: step.scenario)
+    assert secret not in second.turns and other.scenario == "other"
+    return steps, secret, [second.id, other.id]
+
+
+def held(s: Stack, step: str) -> int:
+    """Samples in an ended step's job."""
+    job = json.loads((s.dir / "steps" / "ended" / step / "job.json").read_text())
+    return len(job["samples"]) + len(job["held_out"])
+
+
+def test_a_forgotten_turn_stays_in_no_job_that_rehearsed_it(tmp_path: Path) -> None:
+    with stack(tmp_path) as s:
+        steps, secret, (second, other) = rehearsed(s)
+        assert f"{secret} again" in (s.dir / "steps" / second / "job.json").read_text()
+        release(s, steps, second, "rejected")
+        release(s, steps, other)
+        erasing = Erasing(s.log, s.learn, s.views._learn, s.dir / "steps")
+        assert erasing.step() == 0 and held(s, second) == 3
+        httpx.delete(f"{s.url}/reef/sessions/{secret}", timeout=60).raise_for_status()
+        assert erasing.step() == 1
+        assert held(s, second) == 0
+        assert held(s, other) == 3  # no word of it came from that session
+
+
+def test_a_job_without_sources_is_emptied_by_any_erasure(tmp_path: Path) -> None:
+    with stack(tmp_path) as s:
+        steps, secret, (_, other) = rehearsed(s)
+        file = s.dir / "steps" / other / "job.json"
+        file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "sources"}))
+        release(s, steps, other)
+        erasing = Erasing(s.log, s.learn, s.views._learn, s.dir / "steps")
+        assert erasing.step() == 0 and held(s, other) == 3
+        httpx.delete(f"{s.url}/reef/sessions/{secret}", timeout=60).raise_for_status()
+        assert erasing.step() == 1 and held(s, other) == 0
+
+
+def test_a_job_that_ended_as_the_learner_was_killed_is_emptied_at_the_next_start(tmp_path: Path) -> None:
+    with stack(tmp_path) as s:
+        steps, secret, (second, other) = rehearsed(s)
+        httpx.delete(f"{s.url}/reef/sessions/{secret}", timeout=60).raise_for_status()
+        Erasing(s.log, s.learn, s.views._learn, s.dir / "steps").step()
+        release(s, steps, second)
+        assert held(s, second) == 3
+        Erasing(s.log, s.learn, s.views._learn, s.dir / "steps").step()
+        assert held(s, second) == 0
+        release(s, steps, other)
+        assert held(s, other) == 3
+
+
+def test_a_job_of_a_running_step_is_emptied_once_it_has_ended(tmp_path: Path) -> None:
+    with stack(tmp_path) as s:
+        steps, secret, (second, _) = rehearsed(s)
+        httpx.delete(f"{s.url}/reef/sessions/{secret}", timeout=60).raise_for_status()
+        erasing = Erasing(s.log, s.learn, s.views._learn, s.dir / "steps")
+        assert erasing.step() == 1
+        release(s, steps, second)
+        assert held(s, second) == 3
+        assert erasing.step() == 0 and held(s, second) == 0
+
+
+def test_a_job_names_the_turn_that_a_memo_rule_in_its_words_came_from(tmp_path: Path) -> None:
+    with stack(tmp_path) as s:
+        with s.learn.begin() as c:
+            s.learn.memo.set(c, "other", [Rule(f"call me {SECRET}", turn="told"), Rule("be brief")], "test")
+        _, secret, (second, other) = rehearsed(s)
+        jobs = [json.loads((s.dir / "steps" / step / "job.json").read_text()) for step in (second, other)]
+        assert [set(job["sources"]) for job in jobs] == [{*jobs[0]["turns"], secret}, {*jobs[1]["turns"], "told"}]
 
 
 def test_a_turn_forgotten_before_it_is_trained_is_never_trained(tmp_path: Path) -> None:

@@ -232,6 +232,7 @@ class Steps:
             "version": step.version,
             "parent": step.parent,
             "turns": list(step.turns),
+            "sources": self._sources(step, past),
             "samples": [sample.to_json() for sample in (*samples, *rehearsal.trained)],
             "held_out": [sample.to_json() for sample in rehearsal.held_out],
             "seed": settings.seed,
@@ -240,6 +241,13 @@ class Steps:
             "carried": dict(step.carried),
         }
         write_json(self._folder / step.id / "job.json", job)
+
+    def _sources(self, step: StepRow, past: Past) -> list[str]:
+        """The receipts that all words of a job come from, so that it can follow an erasure."""
+        rows = [row for id in step.turns if (row := self._learn.turn(id)) is not None]
+        rules = [rule for scenario in {row.scenario for row in rows} for rule in self._learn.memo.of(scenario)]
+        learned = {judged.turn.id for judged in past.all()} | {rule.turn for rule in rules if rule.turn}
+        return sorted({*step.turns, *learned})
 
     def collect(self) -> int:
         """Take in what the trainer has finished; returns how many steps ended."""

@@ -106,14 +106,6 @@ def learned_from(learn: Engine, ids: Sequence[str]) -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda r: (r["scenario"], r["version"]))
 
 
-def steps_of(c: Connection, ids: Sequence[str]) -> list[str]:
-    """The steps that claimed these turns."""
-    found: set[str] = set()
-    for some in _chunks(ids):
-        found |= set(c.execute(select(claims.c.step).where(claims.c.turn.in_(some))).scalars())
-    return sorted(found)
-
-
 def scrub(engine: Engine) -> bool:
     """Have erased bytes leave the files too: SQLite's write-ahead log, PostgreSQL's dead rows. False if
     a reader was in the way; try again then."""

@@ -7,7 +7,7 @@ training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,16 @@ class LogReader:
         with self._engine.connect() as connection:
             row = connection.execute(select(exchanges).where(exchanges.c.id == id)).first()
             return _exchange(_values(connection, row)) if row else None
+
+    def erased(self, ids: Sequence[str]) -> set[str]:
+        """Those of the exchanges whose words and tokens were removed."""
+        found: set[str] = set()
+        with self._engine.connect() as connection:
+            for start in range(0, len(ids), 500):
+                mine = exchanges.c.id.in_(ids[start : start + 500])
+                query = select(exchanges.c.id).where(mine, exchanges.c.erased.is_not(None))
+                found |= set(connection.execute(query).scalars())
+        return found
 
     def everything(self) -> Iterator[Exchange]:
         """All exchanges that still have their words, in commit order."""
