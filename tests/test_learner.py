@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import update
 
 from reef.cli.learning import preview_job, settings_for
 from reef.config import load_config
 from reef.errors import JudgeError
+from reef.learner.judging import Judging
+from reef.learner.loop import GatewayAdmin, Learner
 from reef.learner.steps import Steps, StepSettings
 from reef.learner.turns import Turns
 from reef.recipe import Turn, Verdict
 from reef.releases.chain import FILES, content_hash
 from reef.sessions.fate import Fate
+from reef.store.schema import releases
 from tests.reports_recipe import Config, ReportsOnly
 from tests.stack import Stack, stack
 
@@ -327,3 +332,52 @@ def test_stale_turns_are_refused_with_the_reason(running: Stack) -> None:
     assert httpx.post(f"{running.url}/reef/releases/3/serve").status_code == 200
     assert steps_for(running, recipe, staleness=2).form() == []
     assert running.fates()["stale"] == 4
+
+
+def released(s: Stack, scenario: str, version: int = 1) -> Path:
+    """A release that passed its gate and is not served yet; returns its folder."""
+    folder = s.dir / "releases" / scenario / f"v{version:06d}"
+    folder.mkdir(parents=True)
+    manifest = {
+        "scenario": scenario,
+        "version": version,
+        "parent": version - 1,
+        "turns": [],
+        "metrics": {},
+        "gate": {"passed": True, "checks": []},
+    }
+    hash = adapter_files(folder)
+    (folder / "release.json").write_text(json.dumps({**manifest, "content_hash": hash, "status": "candidate"}))
+    row = {**manifest, "path": str(folder), "hash": hash, "status": "released", "step": f"{scenario} {version}"}
+    with s.learn.begin() as c:
+        s.learn.steps.add_release(c, row)
+    return folder
+
+
+def learn_until(s: Stack, until: Callable[[], bool], at_most_s: float = 10.0) -> None:
+    """Run a learner without a trainer until something has happened, or for so long."""
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        judging = Judging(s.learn, Turns(s.log, s.learn), Rule(), concurrency=1)
+        learner = Learner(s.log, s.learn, s.observer(), judging, None, GatewayAdmin(s.url))
+        task = asyncio.create_task(learner.run(stop, tick_s=0.01))
+        deadline = time.monotonic() + at_most_s
+        while time.monotonic() < deadline and not until():
+            await asyncio.sleep(0.02)
+        stop.set()
+        await task
+
+    asyncio.run(run())
+
+
+def test_a_damaged_release_keeps_only_its_own_scenario_waiting(running: Stack) -> None:
+    (released(running, "damaged") / FILES["lora"][1]).write_text("cut off")
+    released(running, "damaged", 2)
+    released(running, "whole", 3)
+    with running.learn.begin() as c:
+        c.execute(update(releases).where(releases.c.scenario == "whole").values(parent=0))
+    learn_until(running, lambda: running.log.served() == {"whole": 3})
+    assert running.log.served() == {"whole": 3}
+    waiting = [(r.scenario, r.version) for r in running.learn.steps.unpublished()]
+    assert waiting == [("damaged", 1), ("damaged", 2)], "the later one is not held while the earlier one waits"

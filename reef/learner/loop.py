@@ -25,6 +25,7 @@ from reef.store.log import LogReader
 from reef.store.retention import Pruning
 
 PRUNE_EVERY_S = 600.0
+PUBLISH_PAUSE_S = 2.0
 log = logging.getLogger("reef.learner")
 
 
@@ -61,7 +62,8 @@ class Learner:
         self._pruning = pruning
         self._lock = lock
         self._canaries = canaries
-        self._publish_after = 0.0
+        self._publish_after: dict[str, float] = {}
+        """when a scenario whose release could not be served is tried again"""
         self._prune_after = 0.0
         self._judged = 0
 
@@ -121,12 +123,16 @@ class Learner:
         return await self._canaries.step(http) if self._canaries else 0
 
     async def _publish(self, http: httpx.AsyncClient) -> int:
-        """Have the gateway serve new releases, unless an operator has chosen another version since."""
-        if self._gateway is None or time.monotonic() < self._publish_after:
+        """Have the gateway serve new releases, unless an operator has chosen another version since. One that
+        it refuses keeps its scenario waiting, and no other."""
+        if self._gateway is None:
             return 0
+        now = time.monotonic()  # one for all, so that a scenario's later release never overtakes its earlier one
         served = self._log.served()
         done = 0
         for row in self._learn.steps.unpublished():
+            if now < self._publish_after.get(row.scenario, 0.0):
+                continue
             if served.get(row.scenario, 0) == row.version:
                 with self._learn.begin() as c:
                     self._learn.steps.published(c, row.scenario, row.version)
@@ -142,9 +148,13 @@ class Learner:
                 response.raise_for_status()
             except httpx.HTTPError as error:
                 log.warning("version %d of %s is not served yet: %s", row.version, row.scenario, error)
-                self._publish_after = time.monotonic() + 2.0
-                return done
+                self._publish_after[row.scenario] = time.monotonic() + PUBLISH_PAUSE_S
+                if isinstance(error, httpx.HTTPStatusError):
+                    continue
+                return done  # no answer at all: the others would wait for it as long
             with self._learn.begin() as c:
                 self._learn.steps.published(c, row.scenario, row.version)
+            self._publish_after.pop(row.scenario, None)
+            served[row.scenario] = row.version
             done += 1
         return done
