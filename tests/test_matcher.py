@@ -130,6 +130,47 @@ def test_an_edited_message_is_a_branch_and_no_verdict() -> None:
     assert (decision.binds, decision.method, decision.session) == (None, "branch", first.id)
 
 
+def calling(name: str, **arguments: str) -> dict[str, Any]:
+    """An assistant message that calls a tool."""
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+
+
+def served(messages: list[dict[str, Any]], reply: dict[str, Any], **changes: Any) -> Exchange:
+    return exchange(messages, response={"choices": [{"message": reply}]}, **changes)
+
+
+def test_words_the_agent_put_into_a_tool_call_can_be_asked_again() -> None:
+    asks, call = "who won the 2024 tour de france", calling("search", query="who won the 2024 tour de france")
+    result = {"role": "tool", "tool_call_id": "c1", "content": "Pogacar"}
+    matcher = Matcher()
+    matcher.observe(served([user(asks)], call))
+    matcher.observe(exchange([user(asks), call, result], "Tadej Pogacar."))
+    again = exchange([user(asks)], "Pogacar did.")
+    assert matcher.observe(again).turn_type == "main"
+    decision = matcher.observe(exchange([user(asks), assistant("Pogacar did."), user("and in 2023?")], "Vingegaard."))
+    assert (decision.turn_type, decision.binds) == ("main", again.id)
+
+
+def test_an_opener_that_holds_the_beginning_of_a_written_file_is_a_turn() -> None:
+    text = "import os, sys, json and then some more lines of it"
+    matcher = Matcher()
+    matcher.observe(served([user("write a.py")], calling("write", content=text)))
+    pasted = exchange([user(f"what is wrong with this? {text}")], "Nothing is.")
+    assert matcher.observe(pasted).turn_type == "main"
+
+
+def test_a_supposed_sub_agent_to_whom_a_user_talks_on_is_a_turn() -> None:
+    text = "import os, sys, json and then some more lines of it"
+    matcher = Matcher()
+    matcher.observe(served([user("write a.py")], calling("write", content=text)))
+    pasted = exchange([user(text)], "What about this file?")
+    assert matcher.observe(pasted).turn_type == "side"
+    following = [user(text), assistant("What about this file?"), user("is it right?")]
+    decision = matcher.observe(exchange(following, "It is."))
+    assert (decision.turn_type, decision.binds) == ("main", pasted.id)
+
+
 def said(message: Message) -> bytes:
     return join(a.digest for a in atoms_of([message]))
 

@@ -8,10 +8,11 @@ the order and the thresholds; it reads the index and changes nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from reef.sessions.digest import digest, fold, numberless, opening, openings, words
+from reef.sessions.digest import OPENING, digest, first_words, fold, numberless, opening, openings, words
 from reef.sessions.index import By, Index, Node, key
 from reef.sessions.keys import DISTINCT, group_key, session_key, text_of, variants
 from reef.sessions.ladder import KnownId
@@ -23,6 +24,8 @@ QUOTED_WORDS = 6000
 """words of a request searched for quotes of what was served"""
 SUMMARY = "summary"
 """kind of the side calls whose text stands for a conversation later on"""
+_TASK = re.compile(r"\btask\b\W{1,8}", re.I)
+"""what labels a sub-agent's task in a message that holds more"""
 
 
 class Ask(NamedTuple):
@@ -53,6 +56,8 @@ class Found(NamedTuple):
     """exchanges whose reply is quoted in it"""
     task: Node | None = None
     """the exchange whose tool call holds its task"""
+    whole: bool = False
+    """that call holds all of it, and comes from another kind of request"""
 
 
 class _Choice(NamedTuple):
@@ -272,10 +277,10 @@ class Finder:
         hits = self._index.under_any([key(ask.scope, By.OPENING, k) for k in found])
         text = " ".join(said)
         quoted = tuple(n for n in hits if n.said and n.said in text)
-        tasks = self._tasks(ask, found)
-        if tasks:
-            reason = f"its task stands in a tool call of {tasks[-1].id}"
-            return Found(None, 0, "none", 0.0, reason, quoted=quoted, task=tasks[-1])
+        task, whole = self._task(ask)
+        if task:
+            reason = f"its task stands in a tool call of {task.id}"
+            return Found(None, 0, "none", 0.0, reason, quoted=quoted, task=task, whole=whole)
         if not quoted:
             return None
         grown = self._grown(ask, quoted)
@@ -286,13 +291,29 @@ class Finder:
             return self._after_summary(ask, summaries[-1], _after(places, summaries[-1].said), quoted)
         return Found(None, 0, "none", 0.0, f"quotes {quoted[-1].id}", quoted=quoted)
 
-    def _tasks(self, ask: Ask, runs: Sequence[bytes]) -> list[Node]:
-        """Requests whose tool call gave this one its task: it is their sub-agent's."""
+    def _task(self, ask: Ask) -> tuple[Node | None, bool]:
+        """The request whose tool call gave this one its task, if it is a sub-agent's, and whether all of it."""
         if ask.transcript.groups:
-            return []
-        whole = [digest("whole", fold(a.text)) for a in ask.transcript.atoms if a.kind == USER]
-        keys = [key(ask.scope, By.QUOTE, k) for k in (*whole, *runs)]
-        return [n for n in self._index.under_any(keys) if ask.time - n.time <= self._live_s]
+            return None, False
+        asked = [a.text for a in ask.transcript.atoms if a.kind == USER]
+        whole = [digest("whole", fold(text)) for text in asked]
+        starts = [text[at:] for text in asked for at in (0, *[m.end() for m in _TASK.finditer(text)][:8])]
+        begun = [first for text in starts if (first := opening(first_words(text, OPENING)))]
+        for keys, all_of_it in ((whole, True), (begun, False)):
+            for node in reversed(self._index.under_any([key(ask.scope, By.QUOTE, k) for k in keys])):
+                if ask.time - node.time <= self._live_s and not self._asks(node, asked):
+                    return node, all_of_it and node.shape != ask.transcript.shape
+        return None, False
+
+    def _asks(self, node: Node, asked: Sequence[str]) -> bool:
+        """Whether a user's words are what `node` called its tool for: then they are asked again, and no task."""
+        current: Node | None = node
+        for _ in range(64):
+            if current is None or current.words:
+                break
+            current = self._index.get(current.parent) if current.parent else None
+        told = fold(current.words) if current else ""
+        return bool(told) and any(fold(text).startswith(told) for text in asked)
 
     def _grown(self, ask: Ask, quoted: Sequence[Node]) -> Found | None:
         """A client that sends its conversation as one text: the last prompt, the reply, what is new."""

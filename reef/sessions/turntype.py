@@ -56,7 +56,7 @@ def turn_type(
     if by_header:
         return Side(SUBAGENT, by_header, final=True)
     if found.task is not None:
-        return Side(SUBAGENT, found.reason, final=True)
+        return Side(SUBAGENT, found.reason, final=found.whole)
     parent = found.parent
     aside = parent if parent is not None and parent.side is not None else None
     if aside and (aside.final_side or not any(a.kind == USER for a in t.tail)):
