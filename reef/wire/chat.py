@@ -52,8 +52,6 @@ def check_common(body: Mapping[str, Any]) -> None:
     fields.mapping(body, "logit_bias")
     fields.sampling(body)
     fields.stops(body, "stop")
-    if body.get("n") not in (None, 1) or body.get("n") is True:
-        fields.refuse("n", "must be 1: one exchange records one answer")
 
 
 def _check_message(message: Any, at: str) -> None:

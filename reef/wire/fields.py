@@ -102,6 +102,8 @@ def sampling(body: Mapping[str, Any]) -> None:
         number(body, name)
     for name in ("top_k", "seed"):
         whole_number(body, name)
+    if body.get("n") not in (None, 1) or body.get("n") is True:
+        refuse("n", "must be 1: one exchange records one answer")
     whole_number(body, "top_logprobs", low=0)
     for name in ("return_token_ids", "return_tokens_as_token_ids"):
         flag(body, name)
