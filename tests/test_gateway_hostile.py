@@ -101,6 +101,17 @@ def test_junk_in_any_field_is_refused_or_translated(route: str) -> None:
         orjson.dumps(sent)
 
 
+@pytest.mark.parametrize("kind", [[], {}, [{"type": []}], 5, None])
+def test_a_content_part_whose_type_is_no_text_is_no_fault_of_a_text_only_gateway(tmp_path: Path, kind: Any) -> None:
+    with stack(tmp_path, engine__vision="false") as blind:
+        asked = [{"role": "user", "content": [{"type": kind, "text": "x"}]}]
+        response = HTTP.post(f"{blind.url}/v1/chat/completions", json={"messages": asked})
+        assert response.status_code == 200, response.text
+        image = {"type": kind, "content": [{"type": "image"}]}
+        response = HTTP.post(f"{blind.url}/v1/chat/completions", json={"messages": [{**asked[0], "content": [image]}]})
+        assert response.json()["error"]["param"] == "messages[0].content[0].content[0]"
+
+
 def test_escaped_nul_is_text_and_survives(running: Stack) -> None:
     response = HTTP.post(f"{running.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "a\0b"}]})
     assert response.json()["choices"][0]["message"]["content"] == "reply to a\0b"

@@ -27,6 +27,7 @@ def _media(holder: Mapping[str, Any], at: str) -> Iterator[str]:
             for index, part in enumerate(parts):
                 if isinstance(part, dict):
                     path = f"{at}.{name}[{index}]"
-                    if part.get("type") in _MEDIA:
+                    kind = part.get("type")
+                    if isinstance(kind, str) and kind in _MEDIA:
                         yield path
                     yield from _media(part, path)
