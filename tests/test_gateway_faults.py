@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -121,6 +123,23 @@ def test_an_engine_that_dies_mid_stream_is_no_clean_end(running: Stack, route: s
     exchange = new_record(running, before)
     assert exchange.delivered is Delivered.PARTIAL and exchange.error
     assert exchange.sampled is not None and len(exchange.sampled.token_ids) >= 5
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_an_engine_that_dies_while_nothing_can_be_recorded_is_still_told_in_the_stream(
+    tmp_path: Path, route: str
+) -> None:
+    with stack(tmp_path) as s:
+        with contextlib.closing(sqlite3.connect(s.dir / "log.db")) as log:
+            log.execute("CREATE TRIGGER none BEFORE INSERT ON exchanges BEGIN SELECT RAISE(ABORT, 'refused'); END")
+        s.script.break_after = 5
+        lines = HTTP.post(f"{s.url}/v1/{route}", json=BODIES[route]).text.splitlines()
+        last = json.loads([line for line in lines if line.startswith("data: ")][-1][6:])
+        assert "could not be written" in last.get("response", last)["error"]["message"]
+        s.script.break_after = 0
+        response = HTTP.post(f"{s.url}/v1/{route}", json=BODIES[route])
+        assert (response.status_code, "could not be written" in response.text) == (503, True)
+        assert s.log.count() == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -229,8 +229,11 @@ class Proxy:
         return error.status == 404 and lease.version > 0 and self._publisher.is_loaded(lease.model)
 
     async def _failed(self, call: Call, error: ReefError, delivered: Delivered = Delivered.FULL) -> ReefError:
-        """Record a failure; returns the error the client is told."""
-        await self._record(call, status_of(error), delivered, error=str(error) or type(error).__name__)
+        """Record a failure; returns the error the client is told: that nothing can be recorded, if so."""
+        try:
+            await self._record(call, status_of(error), delivered, error=str(error) or type(error).__name__)
+        except StoreError as unrecorded:
+            return unrecorded
         return error
 
     async def _record(self, call: Call, status: int, delivered: Delivered, *, error: str | None) -> None:
