@@ -18,6 +18,7 @@ import pytest
 from reef.wire.exchange import Delivered, Exchange
 from tests.scripted_engine import ids
 from tests.stack import Stack, stack
+from tests.test_learner import adapter_files
 
 HTTP = httpx.Client(timeout=60, verify=False)  # one for all: each would load the system's certificates
 ASK: list[Any] = [{"role": "user", "content": "hello"}]
@@ -243,6 +244,29 @@ def test_an_engine_that_is_gone_leaves_a_record(tmp_path: Path) -> None:
             response = HTTP.post(f"{broken.url}/v1/chat/completions", json={"messages": ASK, "stream": stream})
             assert response.status_code == 502
         assert [e.status for e in broken.log.tail(0)] == [502, 502]
+
+
+def test_an_engine_that_restarts_under_many_requests_loads_its_adapter_for_all_of_them(tmp_path: Path) -> None:
+    with stack(tmp_path, engine__retries="0") as s:
+        folder = s.dir / "releases" / "default" / "v000001"
+        folder.mkdir(parents=True)
+        hash = adapter_files(folder)
+        told = {"scenario": "default", "version": 1, "parent": 0, "turns": [], "content_hash": hash, "metrics": {}}
+        (folder / "release.json").write_text(json.dumps({**told, "gate": {}, "status": "candidate"}))
+        HTTP.post(f"{s.url}/reef/releases/1/serve").raise_for_status()
+        s.script.before_headers_s = 0.5
+
+        async def ask_at_once() -> list[int]:
+            async with httpx.AsyncClient(timeout=60) as client:
+                url = f"{s.url}/v1/chat/completions"
+                asked = [asyncio.create_task(client.post(url, json={"messages": ASK})) for _ in range(10)]
+                while len(s.script.requests) < 10:
+                    await asyncio.sleep(0.01)
+                s.script.loaded.clear()
+                s.script.failures = [404] * 10  # to each of them, also once the first has loaded it again
+                return [(await one).status_code for one in asked]
+
+        assert asyncio.run(ask_at_once()) == [200] * 10
 
 
 def test_a_stream_that_is_no_answer_is_an_error_and_a_record(running: Stack) -> None:

@@ -159,8 +159,9 @@ class Proxy:
             except UpstreamError as error:
                 if out is not None and out.wrote:
                     raise
-                if lease is not None and not reloaded and self._lost_adapter(error, lease):
-                    self._publisher.forget_loaded()
+                if lease is not None and not reloaded and _lost_adapter(error, lease):
+                    if self._publisher.is_loaded(lease.model):  # else another request has seen the restart
+                        self._publisher.forget_loaded()
                     reloaded = True
                 elif error.status in RETRIED and retries > 0:
                     retries -= 1
@@ -224,10 +225,6 @@ class Proxy:
             chat=call.dialect.api is not Api.COMPLETIONS,
         )
 
-    def _lost_adapter(self, error: UpstreamError, lease: Lease) -> bool:
-        """A restarted engine does not know its adapters any more."""
-        return error.status == 404 and lease.version > 0 and self._publisher.is_loaded(lease.model)
-
     async def _failed(self, call: Call, error: ReefError, delivered: Delivered = Delivered.FULL) -> ReefError:
         """Record a failure; returns the error the client is told: that nothing can be recorded, if so."""
         try:
@@ -258,6 +255,11 @@ class Proxy:
         )
         size = call.size + TOKEN_BYTES * len(call.answer.token_ids)
         await self._writer.exchange(exchange, large=size > LARGE)
+
+
+def _lost_adapter(error: UpstreamError, lease: Lease) -> bool:
+    """A restarted engine does not know its adapters any more."""
+    return error.status == 404 and lease.version > 0
 
 
 def _translate_whole(call: Call, content: bytes) -> dict[str, Any]:
