@@ -133,7 +133,8 @@ def test_an_edited_message_is_a_branch_and_no_verdict() -> None:
 def calling(name: str, **arguments: str) -> dict[str, Any]:
     """An assistant message that calls a tool."""
     function = {"name": name, "arguments": json.dumps(arguments)}
-    return {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+    call = {"id": "c1", "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 def served(messages: list[dict[str, Any]], reply: dict[str, Any], **changes: Any) -> Exchange:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ def release(s: Stack, steps: Steps, step: str, status: str = "candidate") -> Non
 class Rehearses(RuleJudge):
     """Repeats every accepted turn in later steps, and examines them on it."""
 
-    def rehearse(self, past: Sequence[JudgedTurn], version: int) -> Rehearsal:
+    def rehearse(self, past: Sequence[JudgedTurn], version: int, step: Collection[str]) -> Rehearsal:
         made = [self.sample(j.turn, j.verdict, past) for j in past]
         again = tuple(replace(m, turn=f"{m.turn} again", rehearsed=True) for m in made if isinstance(m, Sample))
         return Rehearsal(again, again)
