@@ -26,9 +26,11 @@ from reef.learner.turns import Turns
 from reef.recipe import JudgedTurn, Rehearsal, Rule
 from reef.sessions.fate import Fate
 from reef.store.database import open_database
+from reef.store.forget import FORGOTTEN, erase_in_log
 from reef.store.log import LogReader, LogWriter
 from reef.store.migrations import LEARN, LOG
 from reef.store.redact import Redactor, luhn
+from reef.store.transactions import writing
 from reef.train.sample import Sample
 from reef.wire.traffic import read_traffic
 from tests.records import record, sampled
@@ -153,6 +155,12 @@ def rehearsed(s: Stack) -> tuple[Steps, str, list[str]]:
     return steps, secret, [second.id, other.id]
 
 
+def forget(s: Stack, turn: str) -> None:
+    """What the gateway does, without waiting for the learner."""
+    with writing(s.views._log) as c:
+        erase_in_log(c, [turn], FORGOTTEN)
+
+
 def held(s: Stack, step: str) -> int:
     """Samples in an ended step's job."""
     job = json.loads((s.dir / "steps" / "ended" / step / "job.json").read_text())
@@ -167,7 +175,7 @@ def test_a_forgotten_turn_stays_in_no_job_that_rehearsed_it(tmp_path: Path) -> N
         release(s, steps, other)
         erasing = Erasing(s.log, s.learn, s.views._learn, s.dir / "steps")
         assert erasing.step() == 0 and held(s, second) == 3
-        httpx.delete(f"{s.url}/reef/sessions/{secret}", timeout=60).raise_for_status()
+        forget(s, secret)
         assert erasing.step() == 1
         assert held(s, second) == 0
         assert held(s, other) == 3  # no word of it came from that session
@@ -181,14 +189,14 @@ def test_a_job_without_sources_is_emptied_by_any_erasure(tmp_path: Path) -> None
         release(s, steps, other)
         erasing = Erasing(s.log, s.learn, s.views._learn, s.dir / "steps")
         assert erasing.step() == 0 and held(s, other) == 3
-        httpx.delete(f"{s.url}/reef/sessions/{secret}", timeout=60).raise_for_status()
+        forget(s, secret)
         assert erasing.step() == 1 and held(s, other) == 0
 
 
 def test_a_job_that_ended_as_the_learner_was_killed_is_emptied_at_the_next_start(tmp_path: Path) -> None:
     with stack(tmp_path) as s:
         steps, secret, (second, other) = rehearsed(s)
-        httpx.delete(f"{s.url}/reef/sessions/{secret}", timeout=60).raise_for_status()
+        forget(s, secret)
         Erasing(s.log, s.learn, s.views._learn, s.dir / "steps").step()
         release(s, steps, second)
         assert held(s, second) == 3
@@ -201,12 +209,28 @@ def test_a_job_that_ended_as_the_learner_was_killed_is_emptied_at_the_next_start
 def test_a_job_of_a_running_step_is_emptied_once_it_has_ended(tmp_path: Path) -> None:
     with stack(tmp_path) as s:
         steps, secret, (second, _) = rehearsed(s)
-        httpx.delete(f"{s.url}/reef/sessions/{secret}", timeout=60).raise_for_status()
+        forget(s, secret)
         erasing = Erasing(s.log, s.learn, s.views._learn, s.dir / "steps")
         assert erasing.step() == 1
         release(s, steps, second)
         assert held(s, second) == 3
         assert erasing.step() == 0 and held(s, second) == 0
+
+
+def test_a_learner_killed_before_its_recipe_forgot_has_it_forget_again(tmp_path: Path) -> None:
+    with stack(tmp_path) as s:
+        first, _ = talk(s, SECRET, "thanks")
+        s.observer().step()
+        forget(s, first)
+        engine, dropped = s.views._learn, list[str]()
+
+        def killed(turns: Sequence[str]) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            Erasing(s.log, s.learn, engine, s.dir / "steps", [killed]).step()
+        assert Erasing(s.log, s.learn, engine, s.dir / "steps", [dropped.extend]).step() == 1
+        assert first in dropped
 
 
 def test_a_job_names_the_turn_that_a_memo_rule_in_its_words_came_from(tmp_path: Path) -> None:
@@ -237,9 +261,6 @@ def test_an_exchange_forgotten_before_the_learner_read_it_is_opted_out(tmp_path:
         first, _ = talk(s, "hello", "thanks")
         s.observer().step()
         _, late = talk(s, "hello again", "thanks")
-        from reef.store.forget import erase_in_log
-        from reef.store.transactions import writing
-
         with writing(s.views._log) as c:
             erase_in_log(c, [first, late], "forgotten")
         s.observer().step()

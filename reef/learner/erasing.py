@@ -33,7 +33,7 @@ class Erasing:
         steps: Path,
         forget: Sequence[Callable[[Sequence[str]], None]] = (),
     ) -> None:
-        """`forget`: what else has to drop what it remembers of turns."""
+        """`forget`: what else has to drop what it remembers of turns; it may be asked more than once."""
         self._log = log_reader
         self._learn = learn
         self._engine = engine
@@ -50,14 +50,14 @@ class Erasing:
     def step(self) -> int:
         """Take in new erasures; returns how many there were."""
         rows = self._log.erasures(self._cursor)
-        for row in rows:
+        for row in rows:  # the cursor moves on last, so that a crash in between does all of it again
             self._read_ended()
             self._clean_jobs(set(row.turns))
+            for drop in self._forget:
+                drop(row.turns)
             with self._learn.begin() as c:
                 erase_in_learn(c, row.turns, row.why)
                 self._learn.advance(c, CURSOR, row.seq)
-            for drop in self._forget:
-                drop(row.turns)
             self._cursor = row.seq
             self._scrub = True
         if self._unread or any((self._ended / step).exists() for step in self._later):
@@ -88,7 +88,6 @@ class Erasing:
         self._unread = False
 
     def _clean_jobs(self, gone: set[str]) -> None:
-        """Before the cursor moves on, so that a crash in between cleans them again."""
         for step, named in list(self._sources.items()):
             if named is None or named & gone:
                 self._clean(step)
