@@ -26,7 +26,7 @@ from reef.learner.turns import Turns
 from reef.recipe import JudgedTurn, Rehearsal, Rule
 from reef.sessions.fate import Fate
 from reef.store.database import open_database
-from reef.store.forget import FORGOTTEN, erase_in_log
+from reef.store.forget import ERASED_FROM, FORGOTTEN, erase_in_log
 from reef.store.log import LogReader, LogWriter
 from reef.store.migrations import LEARN, LOG
 from reef.store.redact import Redactor, luhn
@@ -231,6 +231,10 @@ def test_a_learner_killed_before_its_recipe_forgot_has_it_forget_again(tmp_path:
             Erasing(s.log, s.learn, engine, s.dir / "steps", [killed]).step()
         assert Erasing(s.log, s.learn, engine, s.dir / "steps", [dropped.extend]).step() == 1
         assert first in dropped
+
+
+def test_dead_rows_of_every_table_with_words_are_vacuumed() -> None:
+    assert {"match_nodes", "memo_rules"} <= set(ERASED_FROM)
 
 
 def test_a_job_names_the_turn_that_a_memo_rule_in_its_words_came_from(tmp_path: Path) -> None:

@@ -38,6 +38,11 @@ FORGOTTEN = "forgotten"
 ERASED_HEADER = "x-reef-erased"
 CHUNK = 500
 SCRUB_WAIT_MS = 1000
+ERASED_FROM = (
+    *("exchanges", "pieces", "reports", "bindings", "verdicts", "turn_reports", "turns", "fates"),
+    *("match_nodes", "memo_rules"),
+)
+"""tables whose old rows may hold words"""
 
 
 def erase_in_log(c: Connection, ids: Sequence[str], why: str) -> int:
@@ -125,7 +130,7 @@ def scrub(engine: Engine) -> bool:
                 c.invalidate()  # its busy_timeout is not for others
         return not busy
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as c:
-        for name in ("exchanges", "pieces", "reports", "bindings", "verdicts", "turn_reports", "turns", "fates"):
+        for name in ERASED_FROM:
             if c.execute(text("SELECT to_regclass(:name)"), {"name": name}).scalar():
                 c.execute(text(f"VACUUM {name}"))
     return True
