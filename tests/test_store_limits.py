@@ -272,6 +272,25 @@ def test_old_releases_go_but_those_in_use(urls: Urls, tmp_path: Path) -> None:
     engine.dispose()
 
 
+def test_rejected_candidates_and_half_pruned_folders_take_no_rollback_target_along(tmp_path: Path) -> None:
+    log, engine = (open_database(f"sqlite:///{tmp_path / name}", of) for name, of in (("l.db", LOG), ("d.db", LEARN)))
+    learn, good = LearnStore(engine), (1, 2, 3, 4)
+    for version in range(1, 10):
+        folder = tmp_path / "default" / f"v{version:06d}"
+        folder.mkdir(parents=True)
+        values = {"scenario": "default", "version": version, "parent": version - 1, "turns": [], "metrics": {}}
+        status = "candidate" if version in good else "rejected"
+        (folder / "release.json").write_text(json.dumps({**values, "gate": {}, "content_hash": "0", "status": status}))
+        values |= {"gate": {}, "hash": "", "path": str(folder), "step": str(version), "published": 1.0}
+        status = "pruned" if version == 1 else "released" if version in good else "rejected"  # killed as 1 was removed
+        with learn.begin() as c:
+            learn.steps.add_release(c, {**values, "status": status})
+    assert Pruning(tmp_path, engine, LogReader(log), keep=3).apply() == ["default@1", "default@5", "default@6"]
+    assert sorted(f.name for f in (tmp_path / "default").iterdir()) == [f"v{v:06d}" for v in (2, 3, 4, 7, 8, 9)]
+    log.dispose()
+    engine.dispose()
+
+
 def test_fifty_clients_and_a_dashboard_on_sqlite_lose_nothing(tmp_path: Path) -> None:
     with stack(tmp_path) as s:
         observer = s.observer()

@@ -110,7 +110,7 @@ class Retention:
 
 
 class Pruning:
-    """Removes release folders beyond the newest `keep` of each scenario.
+    """Removes release folders beyond each scenario's newest `keep` that can be served, and as many that can't.
 
     Kept besides: what is served or not yet published, and the parents of running steps. The row stays,
     as `pruned`, so that it is still known what was learned from what.
@@ -129,13 +129,17 @@ class Pruning:
         with self._learn.connect() as c:
             running = c.execute(select(steps.c.scenario, steps.c.parent).where(steps.c.status == "running"))
             parents = {(r.scenario, r.parent) for r in running}
-            rows = c.execute(select(releases).where(releases.c.status != "pruned")).all()
+            rows = c.execute(select(releases)).all()
         fresh = {(r.scenario, r.version) for r in rows if r.status == "released" and r.published is None}
-        known = {(r.scenario, r.version) for r in rows}
+        status = {(r.scenario, r.version): r.status for r in rows}
         for scenario in sorted({r.scenario for r in rows}):
-            for release in list_releases(self._folder, scenario)[: -self._keep]:
+            found = list_releases(self._folder, scenario)
+            half = [r for r in found if status.get((scenario, r.version)) == "pruned"]  # killed before the folder went
+            good = [r for r in found if r.servable and status.get((scenario, r.version)) != "rolled_back"]
+            good, bad = [r for r in good if r not in half], [r for r in found if r not in good and r not in half]
+            for release in sorted([*half, *good[: -self._keep], *bad[: -self._keep]], key=lambda r: r.version):
                 name = (scenario, release.version)
-                if name in parents | fresh or name not in known or served.get(scenario, 0) == release.version:
+                if name in parents | fresh or name not in status or served.get(scenario, 0) == release.version:
                     continue
                 self._remove(release)
                 gone.append(f"{scenario}@{release.version}")
