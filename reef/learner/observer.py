@@ -46,24 +46,21 @@ class Observer:
         self._config = config
         self._ttl = session_ttl_s
         self._archive = MatchArchive(learn.engine)
-        self._cursor = learn.cursor("exchanges")
-        self._report_cursor = learn.cursor("reports")
         self._pruned = 0.0
-        self._matcher = self._new_matcher()
-        self._waiting = {
-            row.child: _Waiting(row.turn, NextState(row.role, row.next_state), row.time) for row in learn.tentative()
-        }
+        self._load()
         if self._cursor and self._archive.empty():
             self._rebuild()
 
     def step(self) -> int:
         """Process what is new; returns how many rows that was."""
+        if self._failed:
+            self._load()
         rows = self._log.tail(self._cursor)
         if rows:
             try:
                 self._take_all(rows)
             except BaseException:
-                self._matcher = self._new_matcher()  # it has seen what was not committed
+                self._failed = True  # the memory has seen what was not committed
                 raise
             self._cursor = rows[-1].seq
         return len(rows) + self._take_reports()
@@ -73,12 +70,16 @@ class Observer:
 
         Both count from the records' own time.
         """
+        if self._failed:
+            self._load()
         now = time.time() if now is None else now
         due = [child for child, w in self._waiting.items() if w.since + self._config.tentative_s <= now]
         if due:
             with self._learn.begin() as c:
                 for child in due:
                     self._hand_on(c, child, f"nothing else followed within {self._config.tentative_s:g} s", now)
+            for child in due:
+                del self._waiting[child]
         waited_for = {w.turn for w in self._waiting.values()}
         old = [row.id for row in self._learn.with_fate(Fate.OPEN, before=now - self._ttl) if row.id not in waited_for]
         if old:
@@ -95,6 +96,17 @@ class Observer:
         """Drop exchanges whose words were erased from the matcher's memory."""
         for id in ids:
             self._matcher.index.drop(id)
+
+    def _load(self) -> None:
+        """Go on from what is committed, as at the start."""
+        self._cursor = self._learn.cursor("exchanges")
+        self._report_cursor = self._learn.cursor("reports")
+        self._matcher = self._new_matcher()
+        self._waiting = {
+            row.child: _Waiting(row.turn, NextState(row.role, row.next_state), row.time)
+            for row in self._learn.tentative()
+        }
+        self._failed = False
 
     def _new_matcher(self) -> Matcher:
         config = self._config
@@ -157,9 +169,10 @@ class Observer:
                 self._queue(c, revision.binds, "revised", revision.reason, at)
         elif revision.firm and revision.id in self._waiting:
             self._hand_on(c, revision.id, revision.reason, at)
+            del self._waiting[revision.id]
 
     def _hand_on(self, c: Connection, child: str, reason: str, at: float) -> None:
-        waiting = self._waiting.pop(child)
+        waiting = self._waiting[child]
         self._learn.bind(c, waiting.turn, child, waiting.state.role, waiting.state.text, at)
         self._answered(c, waiting.turn, "tentative", f"answered by {child}: {reason}", at)
 

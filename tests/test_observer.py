@@ -1,0 +1,83 @@
+"""The observer on real SQLite files, fed by hand: what waits survives failures, backlogs and restarts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from reef.sessions.fate import Fate
+from reef.store.rows import append_exchanges, exchange_row
+from reef.wire.exchange import Exchange
+from tests.records import record, sampled
+from tests.test_recordings import Service
+
+TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": {}}}}]
+TITLE = "Say in one line what was talked about so far. " * 60
+
+
+def asked(*said: str, tools: bool = True, at: float, **changes: Any) -> Exchange:
+    """A request that sends back all that was said so far; every second message is a reply."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[n % 2], "content": words} for n, words in enumerate(said)]
+    request = {"model": "m", "messages": messages, **({"tools": TOOLS} if tools else {})}
+    return record(said[-1], request=request, time=at, started=at, sampled=sampled(3), **changes)
+
+
+def write(service: Service, rows: Sequence[Exchange]) -> None:
+    with service.log_engine.begin() as c:
+        append_exchanges(c, [exchange_row(row) for row in rows])
+
+
+def waits_for(service: Service, at: float) -> tuple[Exchange, Exchange]:
+    """A reply and the request without tools that may be a reaction to it."""
+    first = asked("2+2?", at=at)
+    maybe = asked("2+2?", "re: 2+2?", "and in words?", tools=False, at=at + 1)
+    write(service, [first, maybe])
+    service.observer.step()
+    assert [row.child for row in service.learn.tentative()] == [maybe.id]
+    return first, maybe
+
+
+def refuse(service: Service) -> None:
+    """Have the database fail as soon as a turn is queued."""
+    when = "BEFORE INSERT ON fates WHEN NEW.fate = 'queued'"
+    with service.learn.engine.begin() as c:
+        c.execute(text(f"CREATE TRIGGER full {when} BEGIN SELECT RAISE(ABORT, 'disk full'); END"))
+
+
+def allow(service: Service) -> None:
+    with service.learn.engine.begin() as c:
+        c.execute(text("DROP TRIGGER full"))
+
+
+def test_a_waiting_reaction_outlives_a_full_disk_as_it_is_handed_on(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    at = time.time()
+    first, maybe = waits_for(service, at)
+    refuse(service)
+    with pytest.raises(Exception, match="disk full"):
+        service.observer.expire(at + 100)
+    allow(service)
+    service.observer.expire(at + 100)
+    assert service.learn.fate(first.id) is Fate.QUEUED
+    assert service.bindings()[first.id] == (maybe.id, "and in words?")
+
+
+def test_a_waiting_reaction_outlives_a_full_disk_as_its_conversation_goes_on(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    at = time.time()
+    first, maybe = waits_for(service, at)
+    on = ("2+2?", "re: 2+2?", "and in words?", "re: and in words?", "thanks")
+    write(service, [asked(*on, tools=False, at=at + 2)])
+    refuse(service)
+    with pytest.raises(Exception, match="disk full"):
+        service.observer.step()
+    allow(service)
+    service.observer.step()
+    assert service.learn.fate(first.id) is Fate.QUEUED
+    assert service.bindings()[first.id] == (maybe.id, "and in words?")
