@@ -81,3 +81,26 @@ def test_a_waiting_reaction_outlives_a_full_disk_as_its_conversation_goes_on(tmp
     service.observer.step()
     assert service.learn.fate(first.id) is Fate.QUEUED
     assert service.bindings()[first.id] == (maybe.id, "and in words?")
+
+
+def aside(at: float) -> list[Exchange]:
+    """A reply, a side call about it, and the conversation that goes on without that call."""
+    said = ("2+2?", "re: 2+2?")
+    return [
+        asked(said[0], at=at),
+        asked(*said, TITLE, tools=False, at=at + 1),
+        asked(*said, "in words", at=at + 2),
+        asked(*said, "in words", "re: in words", "thanks", at=at + 3),
+    ]
+
+
+def test_a_backlog_is_read_to_its_end_before_a_waiting_reaction_is_handed_on(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    old = time.time() - 5000
+    first, title, *rest = aside(old)
+    others = [record(f"question {n}", time=old, started=old) for n in range(254)]
+    write(service, [*others, first, title, *rest])
+    while service.observer.step():
+        service.observer.expire()
+    assert service.bindings()[first.id] == (rest[0].id, "in words")
+    assert service.turn_types()[title.id] == "side"

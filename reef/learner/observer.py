@@ -47,6 +47,7 @@ class Observer:
         self._ttl = session_ttl_s
         self._archive = MatchArchive(learn.engine)
         self._pruned = 0.0
+        self._behind = False
         self._load()
         if self._cursor and self._archive.empty():
             self._rebuild()
@@ -55,6 +56,7 @@ class Observer:
         """Process what is new; returns how many rows that was."""
         if self._failed:
             self._load()
+        newest = self._log.newest_seq()  # before the read, so that steady traffic is no backlog
         rows = self._log.tail(self._cursor)
         if rows:
             try:
@@ -63,15 +65,18 @@ class Observer:
                 self._failed = True  # the memory has seen what was not committed
                 raise
             self._cursor = rows[-1].seq
+        self._behind = self._cursor < newest
         return len(rows) + self._take_reports()
 
     def expire(self, now: float | None = None) -> int:
         """End sessions nobody has continued for the TTL, and hand on reactions that have waited long enough.
 
-        Both count from the records' own time.
+        Both count from the records' own time, and wait while a backlog is read: what follows may be in it.
         """
         if self._failed:
             self._load()
+        if self._behind:
+            return 0
         now = time.time() if now is None else now
         due = [child for child, w in self._waiting.items() if w.since + self._config.tentative_s <= now]
         if due:
