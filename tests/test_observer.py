@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +11,15 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
+from reef.learner.judging import Judging
+from reef.learner.turns import Turns
+from reef.recipe import Report, Turn, Verdict
 from reef.sessions.fate import Fate
 from reef.store.rows import append_exchanges, exchange_row
 from reef.wire.exchange import Exchange
 from tests.records import record, sampled
+from tests.reports_recipe import Config
+from tests.rule_recipe import RuleJudge
 from tests.test_recordings import Service
 
 TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": {}}}}]
@@ -104,3 +110,45 @@ def test_a_backlog_is_read_to_its_end_before_a_waiting_reaction_is_handed_on(tmp
         service.observer.expire()
     assert service.bindings()[first.id] == (rest[0].id, "in words")
     assert service.turn_types()[title.id] == "side"
+
+
+def test_a_reaction_that_was_taken_back_does_not_wait_again_after_a_restart(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    at = time.time()
+    first, title, *_ = rows = aside(at)
+    write(service, rows[:2])
+    service.observer.step()
+    assert [row.child for row in service.learn.tentative()] == [title.id]
+    with service.learn.begin() as c:  # as where what goes on says nothing that could be bound instead
+        service.learn.revise_turn(c, title.id, turn_type="side", binds=None)
+    service.start().expire(at + 100)
+    assert service.learn.fate(first.id) is Fate.OPEN
+    assert service.learn.tentative() == []
+
+
+def test_a_report_on_a_reply_whose_reaction_waits_is_judged_once(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    first, _ = waits_for(service, time.time())
+    with service.learn.begin() as c:
+        service.learn.add_report(c, first.id, Report("r1", 1.0, None), 1)
+        service.learn.set_fate(c, first.id, Fate.QUEUED, "report", "explicit report r1")
+
+    class Counts(RuleJudge):
+        seen = 0
+
+        async def judge(self, turn: Turn) -> Verdict | None:
+            self.seen += 1
+            return await super().judge(turn)
+
+    recipe = Counts(Config())
+
+    async def run() -> None:
+        judging = Judging(service.learn, Turns(service.log, service.learn), recipe, concurrency=1)
+        for _ in range(20):
+            judging.step()
+            await asyncio.sleep(0.02)
+        await judging.close()
+
+    asyncio.run(run())
+    assert recipe.seen == 1
+    assert service.learn.fate(first.id) is Fate.JUDGED

@@ -106,8 +106,9 @@ class LearnStore:
             return c.execute(select(turns).where(turns.c.id == id)).first()
 
     def binding_in(self, c: Connection, turn: str) -> int | None:
-        """The number of a turn's newest binding, as the open transaction sees it."""
-        return c.execute(select(func.max(bindings.c.seq)).where(bindings.c.turn == turn)).scalar()
+        """The number of a turn's newest binding that no longer waits, as the open transaction sees it."""
+        here = (bindings.c.turn == turn) & bindings.c.firm.is_(True)
+        return c.execute(select(func.max(bindings.c.seq)).where(here)).scalar()
 
     def binding(self, turn: str) -> Row[Any] | None:
         """The newest binding of a turn that no longer waits."""
@@ -202,10 +203,12 @@ class LearnStore:
         c.execute(update(turns).where(turns.c.id == id).values(**changes))
 
     def tentative(self) -> list[Row[Any]]:
-        """The newest binding of each turn, where it still waits."""
+        """The newest binding of each turn, where it still waits. One that was taken back does not."""
         newest = select(func.max(bindings.c.seq)).group_by(bindings.c.turn)
+        stands = (turns.c.id == bindings.c.child) & (turns.c.binds == bindings.c.turn)
         with self._engine.connect() as c:
-            query = select(bindings).where(bindings.c.firm.is_(False), bindings.c.seq.in_(newest))
+            query = select(bindings).join(turns, stands)
+            query = query.where(bindings.c.firm.is_(False), bindings.c.seq.in_(newest))
             return list(c.execute(query.order_by(bindings.c.seq)))
 
     def set_fate(
