@@ -205,6 +205,48 @@ def test_turns_of_a_rejected_release_are_not_trained(running: Stack) -> None:
     assert running.learn.steps.unpublished() == []
 
 
+def report(s: Stack, receipt: str, score: int) -> None:
+    body = {"id": f"on {receipt}", "references": [receipt], "score": score}
+    assert httpx.post(f"{s.url}/reef/report", json=body).json()["recorded"]
+    s.observer().step()
+
+
+class Reports(Rule):
+    """A report outweighs the reaction."""
+
+    async def judge(self, turn: Turn) -> Verdict | None:
+        return await ReportsOnly.judge(self, turn) or await super().judge(turn)
+
+
+def test_a_rejected_step_takes_no_turn_along_that_was_reported_while_it_ran(running: Stack) -> None:
+    recipe = judged_turns(running, 4)
+    steps = steps_for(running, recipe)
+    (step,) = steps.form()
+    queued, judged, *others = step.turns
+    report(running, judged, -1)
+    running.judge_all(Reports())
+    report(running, queued, -1)
+    finish(running, steps, step.id, status="rejected")
+    assert [running.learn.fate(t) for t in (queued, judged)] == [Fate.QUEUED, Fate.JUDGED]
+    assert [running.learn.fate(t) for t in others] == [Fate.GATE_REJECTED] * 2
+    running.judge_all(Reports())
+    (again,) = steps_for(running, recipe, batch_size=2).form()
+    assert set(again.turns) == {queued, judged}
+
+
+def test_a_verdict_that_changed_while_its_turn_was_trained_is_noted(running: Stack) -> None:
+    recipe = judged_turns(running, 4)
+    steps = steps_for(running, recipe)
+    (step,) = steps.form()
+    report(running, step.turns[0], -1)
+    report(running, step.turns[1], 1)
+    running.judge_all(Reports())
+    finish(running, steps, step.id)
+    assert [running.learn.fate(t) for t in step.turns] == [Fate.TRAINED] * 4
+    notes = [[f["rule"] for f in running.views.turn(t)["fates"]].count("contradicted") for t in step.turns]
+    assert notes == [1, 0, 0, 0]
+
+
 def test_a_judge_that_is_down_makes_nothing_neutral(running: Stack) -> None:
     first, _ = talk(running, "2+2?", THANKS)
     running.observer().step()

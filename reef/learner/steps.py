@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Row
+from sqlalchemy import Connection, Row
 from ulid import ULID
 
 from reef.errors import ModelError, StoreError
@@ -308,8 +308,9 @@ class Steps:
                 if good:
                     reason = f"in version {step.version} of {step.scenario}"
                     self._learn.set_fate(c, turn, Fate.TRAINED, "step", reason, version=step.version)
+                    self._learn.contradict_since(c, turn, step.created)
                 else:
-                    self._learn.set_fate(c, turn, Fate.GATE_REJECTED, "gate", failed or "the gate said no")
+                    self._let_go(c, step, turn, "gate", failed or "the gate said no")
         self._retire(step.id)
         log.info("version %d of %s is %s", step.version, step.scenario, "released" if good else f"rejected: {failed}")
 
@@ -324,6 +325,11 @@ class Steps:
         with self._learn.begin() as c:
             self._learn.steps.end(c, step.id, "failed", reason)
             for turn in step.turns:
-                self._learn.set_fate(c, turn, Fate.GATE_REJECTED, "step_failed", reason)
+                self._let_go(c, step, turn, "step_failed", reason)
         self._retire(step.id)
         return 1
+
+    def _let_go(self, c: Connection, step: StepRow, turn: str, rule: str, reason: str) -> None:
+        """A turn of a step that trained nothing, unless a report or a verdict has come in while the step ran."""
+        if self._learn.fate_in(c, turn) is Fate.JUDGED and not self._learn.changed_in(c, turn, step.created):
+            self._learn.set_fate(c, turn, Fate.GATE_REJECTED, rule, reason)

@@ -166,6 +166,11 @@ class LearnStore:
         with self._engine.connect() as c:
             return c.execute(select(func.max(fates.c.time)).where(fates.c.turn == turn)).scalar()
 
+    def changed_in(self, c: Connection, turn: str, since: float) -> bool:
+        """Whether a turn's fate was set again since then, as the open transaction sees it."""
+        newest = c.execute(select(func.max(fates.c.time)).where(fates.c.turn == turn)).scalar()
+        return newest is not None and since < newest <= time.time()  # a clock that was put back says nothing
+
     # writing, inside a transaction of the caller
 
     def advance(self, c: Connection, name: str, seq: int) -> None:
@@ -253,7 +258,17 @@ class LearnStore:
         if self.fate_in(c, turn) is not Fate.TRAINED:
             return False
         query = select(verdicts.c.verdict).where(verdicts.c.charged == turn).order_by(verdicts.c.seq.desc()).limit(1)
-        was = c.execute(query).scalar()
+        return self._contradicted(c, turn, c.execute(query).scalar(), value, judge)
+
+    def contradict_since(self, c: Connection, turn: str, formed: float) -> bool:
+        """`contradict` for a turn that has just been trained by a step formed then: its verdict may have changed
+        while the step ran."""
+        query = select(verdicts).where(verdicts.c.charged == turn).order_by(verdicts.c.seq.desc())
+        newest = c.execute(query.limit(1)).first()
+        was = c.execute(query.where(verdicts.c.time <= formed).limit(1)).first()
+        return was is not None and self._contradicted(c, turn, was.verdict, newest.verdict, newest.judge)
+
+    def _contradicted(self, c: Connection, turn: str, was: int | None, value: int, judge: str) -> bool:
         if was is None or was == value:
             return False
         reason = f"trained as {was:+d}, now {value:+d} by {judge}; it is not trained again"

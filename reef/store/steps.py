@@ -31,6 +31,8 @@ class StepRow:
     status: str
     attempts: int
     carried: Mapping[str, Any]
+    created: float = 0.0
+    """when it was stored; 0 until it is"""
 
 
 class StepStore:
@@ -159,6 +161,5 @@ class StepStore:
 
 
 def _step(row: Row[Any]) -> StepRow:
-    return StepRow(
-        row.id, row.scenario, row.version, row.parent, tuple(row.turns), row.status, row.attempts, row.carried
-    )
+    about = (row.id, row.scenario, row.version, row.parent, tuple(row.turns), row.status, row.attempts, row.carried)
+    return StepRow(*about, row.created)
