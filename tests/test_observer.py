@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import select, text
 
 from reef.learner.judging import Judging
 from reef.learner.turns import Turns
 from reef.recipe import Report, Turn, Verdict
 from reef.sessions.fate import Fate
 from reef.store.rows import append_exchanges, exchange_row
+from reef.store.schema import exchanges
 from reef.wire.exchange import Exchange
 from tests.records import record, sampled
 from tests.reports_recipe import Config
@@ -152,3 +153,19 @@ def test_a_report_on_a_reply_whose_reaction_waits_is_judged_once(tmp_path: Path)
     asyncio.run(run())
     assert recipe.seen == 1
     assert service.learn.fate(first.id) is Fate.JUDGED
+
+
+def test_a_batch_of_large_records_is_cut_by_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reef.store.log.TAIL_BYTES", 200_000)
+    service = Service(tmp_path)
+    sizes = (40_000, 40_000, 40_000, 200_000, 10, 10)
+    write(service, [record("x" * size) for size in sizes])
+    read = []
+    at = 0
+    while rows := service.log.tail(at):
+        at = rows[-1].seq
+        read.append([row.seq for row in rows])
+    assert read == [[1, 2], [3], [4], [5, 6]]
+    assert [row.seq for row in service.log.tail(0, 1)] == [1]
+    with service.log_engine.connect() as c:
+        assert len(c.execute(select(exchanges.c.seq)).all()) == sum(map(len, read))

@@ -97,10 +97,13 @@ class Canaries:
         """Checks on what users have got: repetition, and length against the parent's replies."""
         newest = self.log.newest_seq()
         lately: dict[int, list[tuple[int, ...]]] = {version: [], parent: []}
-        for exchange in self.log.tail(max(0, newest - LOOK_BACK), LOOK_BACK):
-            sampled = exchange.sampled
-            if exchange.scenario == scenario and sampled is not None and sampled.version in lately:
-                lately[sampled.version].append(sampled.token_ids)
+        at = max(0, newest - LOOK_BACK)
+        while rows := self.log.tail(at, newest - at):
+            at = rows[-1].seq
+            for exchange in rows:
+                sampled = exchange.sampled
+                if exchange.scenario == scenario and sampled is not None and sampled.version in lately:
+                    lately[sampled.version].append(sampled.token_ids)
         now, before = (lately[v][-LIVE_REPLIES:] for v in (version, parent))
         if len(now) < LIVE_REPLIES:
             return []

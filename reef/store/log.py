@@ -22,6 +22,9 @@ from reef.wire.exchange import Api, Delivered, Exchange, Sampled
 
 __all__ = ["Erasure", "LogReader", "LogWriter", "StoredReport", "exchange_row"]
 
+TAIL_BYTES = 32 << 20
+"""JSON of the exchanges that are read at once; one that is larger is read alone"""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredReport:
@@ -48,11 +51,21 @@ class LogReader:
         self._engine = engine
 
     def tail(self, after: int, limit: int = 256, *, tokens: bool = True) -> list[Exchange]:
-        """Exchanges with `seq > after`, in commit order; erased ones are opted out and hold no words.
-        Without `tokens` they come without `sampled`, which is most of the cost of reading one."""
+        """Exchanges with `seq > after`, in commit order; erased ones are opted out and hold no words. At most
+        `limit`, and fewer where that many are large; none only where there is none. Without `tokens` they come
+        without `sampled`, which is most of the cost of reading one."""
+        sizes = select(exchanges.c.seq, exchanges.c.size).where(exchanges.c.seq > after).order_by(exchanges.c.seq)
         query = select(exchanges) if tokens else select(*(c for c in exchanges.c if c.name != "sampled"))
-        query = query.where(exchanges.c.seq > after).order_by(exchanges.c.seq).limit(limit)
         with self._engine.connect() as connection:
+            last, room = after, TAIL_BYTES
+            for seq, size in connection.execute(sizes.limit(limit)):
+                room -= size
+                if room < 0 and last > after:
+                    break
+                last = seq
+            if last == after:
+                return []
+            query = query.where(exchanges.c.seq > after, exchanges.c.seq <= last).order_by(exchanges.c.seq)
             return [_exchange(_values(connection, row)) for row in connection.execute(query).all()]
 
     def get(self, id: str) -> Exchange | None:
