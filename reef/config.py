@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from reef.errors import ConfigError
+from reef.releases.chain import SCENARIO_RULE, is_scenario
 from reef.sessions.ladder import HEADERS
 
 MOST_LOADED: Mapping[str, int] = {"lora": 32, "full": 3}
@@ -306,6 +307,7 @@ def _checked(
         raise ConfigError(explain(error, Config, where)) from None
     _check_loopback(config.server)
     _check_method(config)
+    _check_scenarios(config)
     return config
 
 
@@ -376,3 +378,11 @@ def _check_method(config: Config) -> None:
             f"train.method full needs engine.kind embedded: engines of kind {config.engine.kind} load LoRA adapters "
             "only. Set train.method: lora, or engine.kind: embedded"
         )
+
+
+def _check_scenarios(config: Config) -> None:
+    named = [("policy.scenario", config.policy.scenario)]
+    named += [(f"server.keys: {key.name}: scenario", key.scenario) for key in config.server.keys if key.scenario]
+    for where, name in named:
+        if not is_scenario(name):
+            raise ConfigError(f"{where} {name!r}: {SCENARIO_RULE}")

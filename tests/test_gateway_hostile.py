@@ -15,6 +15,7 @@ import pytest
 from reef.config import load_config
 from reef.errors import BadRequest, ConfigError
 from reef.gateway.dialects import ROUTES
+from reef.releases.chain import version_folder
 from reef.wire.answer import Answer, inject, sampling_of
 from reef.wire.images import first_media
 from tests.stack import Stack, stack
@@ -201,3 +202,20 @@ def test_counting_the_tokens_of_a_format_without_a_schema_is_a_400(running: Stac
         assert response.status_code == 400 and ".schema" in response.json()["error"]["message"]
     shape = {"output_format": {"type": "json_schema", "schema": {}}}
     assert HTTP.post(f"{running.url}/v1/messages/count_tokens", json={**GOOD["messages"], **shape}).status_code == 200
+
+
+def test_a_scenario_that_could_never_be_trained_is_refused_before_it_is_served(tmp_path: Path) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    names = ("müller", "-x", ".x", "x" * 65, "a/b", "team.a-1_b", "_x")
+    with stack(tmp_path) as running:
+        answers = []
+        for name in names:
+            headers = {"x-reef-scenario": name.encode("latin-1")}
+            answers.append(HTTP.post(f"{running.url}/v1/chat/completions", json=body, headers=headers))
+        assert [a.status_code for a in answers] == [400] * 5 + [200] * 2
+        assert "no '.' or '-' in front" in answers[0].text
+        assert [e.scenario for e in running.log.tail(0)] == ["team.a-1_b", "_x"]
+    for name in names[-2:]:
+        assert version_folder(tmp_path, name, 1).parent.name == name
+    with pytest.raises(ConfigError, match=r"policy\.scenario 'mü"):
+        load_config(None, [("policy.scenario", "müller")], {})

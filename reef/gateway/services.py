@@ -18,6 +18,7 @@ from reef.gateway.history import History
 from reef.gateway.proxy import Proxy
 from reef.gateway.upkeep import Upkeep
 from reef.observe.views import Views
+from reef.releases.chain import SCENARIO_RULE, is_scenario
 from reef.releases.publish import Publisher
 from reef.store.log import LogWriter
 
@@ -40,13 +41,14 @@ class Services:
 
 
 def scenario_of(headers: Mapping[str, str], caller: Caller, config: Config) -> str:
-    """The scenario a request belongs to. Raises Forbidden if its key is bound to another."""
+    """The scenario a request belongs to. Raises Forbidden if its key is bound to another, BadRequest for a name
+    that none can have."""
     asked = headers.get("x-reef-scenario")
     if caller.scenario and asked not in (None, caller.scenario):
         raise Forbidden(f"this key belongs to scenario '{caller.scenario}'")
     name = caller.scenario or asked or config.policy.scenario
-    if not name.replace("-", "").replace("_", "").isalnum() or len(name) > 64:
-        raise BadRequest("a scenario's name has at most 64 letters, digits, '-' and '_'")
+    if not is_scenario(name):
+        raise BadRequest(SCENARIO_RULE)
     return name
 
 

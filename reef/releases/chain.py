@@ -19,6 +19,8 @@ from typing import Any
 from reef.errors import ModelError
 
 MANIFEST = "release.json"
+SCENARIO = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+SCENARIO_RULE = "a scenario's name has at most 64 of A-Z, a-z, 0-9, '.', '_' and '-', and no '.' or '-' in front"
 _PIECE = 2**20
 """bytes read at a time: full weights are hundreds of megabytes"""
 FILES: Mapping[str, tuple[str, str]] = {
@@ -68,11 +70,15 @@ def adapter_name(scenario: str, version: int) -> str:
     return f"{scenario}@{version}"
 
 
+def is_scenario(name: str) -> bool:
+    """Whether a name can be a scenario's: it names a folder, and comes from a client's header."""
+    return SCENARIO.fullmatch(name) is not None
+
+
 def version_folder(directory: str | Path, scenario: str, version: int) -> Path:
-    """Where a version lives, whether or not it exists. Raises ModelError for a scenario name that can't
-    name a folder (it comes from a client's header)."""
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", scenario):
-        raise ModelError(f"scenario {scenario!r}: use letters, digits, '.', '_' and '-'")
+    """Where a version lives, whether or not it exists. Raises ModelError for a name that is no scenario's."""
+    if not is_scenario(scenario):
+        raise ModelError(f"scenario {scenario!r}: {SCENARIO_RULE}")
     return Path(directory) / scenario / f"v{version:06d}"
 
 
