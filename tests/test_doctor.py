@@ -38,6 +38,11 @@ def test_a_way_of_losing_many_turns_is_a_problem_and_comes_first() -> None:
     assert found[0].said == "6 of 11 finished turns end so"
 
 
+def test_turns_that_opted_out_hide_no_way_of_losing_the_others() -> None:
+    found = findings(LLM, {"too_long": 3, "trained": 1, "opted_out": 96})
+    assert [f.said for f in found] == ["3 of 4 finished turns end so"]
+
+
 def test_a_served_memo_is_noted() -> None:
     config = load_config(None, [("policy.serve_memo", "true"), ("prm.backend", "openai"), ("prm.url", "u")], {})
     assert [f.about for f in findings(config, {})] == ["policy"]

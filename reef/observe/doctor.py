@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from reef.config import Config
-from reef.sessions.fate import Fate
+from reef.sessions.fate import FINISHED, Fate
 
 LOST = 0.2
 """share of the finished turns above which a way of losing them is worth a word"""
@@ -80,8 +80,7 @@ def _judge(config: Config, errors: Sequence[str], unsure: int) -> list[Finding]:
 
 
 def _lost(fates: Mapping[str, int]) -> list[Finding]:
-    waiting = {Fate.OPEN, Fate.QUEUED, Fate.JUDGED, Fate.SIDE_TASK, Fate.PASSTHROUGH, Fate.RETRY_SUPERSEDED}
-    finished = sum(n for fate, n in fates.items() if Fate(fate) not in waiting)
+    finished = sum(n for fate, n in fates.items() if Fate(fate) in FINISHED)
     return [
         Finding(fate.value, "problem", f"{fates[fate.value]} of {finished} finished turns end so", do)
         for fate, do in _REMEDY.items()

@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, Row, func, select
 
 from reef.errors import NotFound
-from reef.sessions.fate import NOT_A_TURN, REACHED_JUDGE, WAITING, Fate
+from reef.sessions.fate import FINISHED, REACHED_JUDGE, Fate
 from reef.store.log import LogReader
 from reef.store.schema import bindings, exchanges, fates, releases, steps, turns, verdicts
 from reef.wire.reading import messages_of, reply_of
@@ -30,7 +30,7 @@ class Views:
             rows = c.execute(select(turns.c.fate, func.count()).group_by(turns.c.fate))
             counts = Counter({row[0]: row[1] for row in rows})
         total = self._reader.count()
-        finished = sum(n for f, n in counts.items() if Fate(f) not in WAITING | NOT_A_TURN | {Fate.OPTED_OUT})
+        finished = sum(n for f, n in counts.items() if Fate(f) in FINISHED)
         queued = counts[Fate.QUEUED.value]
         judged = sum(n for f, n in counts.items() if Fate(f) in REACHED_JUDGE)
         return {

@@ -45,6 +45,8 @@ REACHED_JUDGE = frozenset(
     {Fate.TRAINED, Fate.JUDGED, Fate.NEUTRAL, Fate.STALE, Fate.GATE_REJECTED, Fate.TOO_LONG, Fate.TRUNCATED}
 )
 """Fates only a judged turn can have."""
+FINISHED = frozenset(Fate) - WAITING - NOT_A_TURN - {Fate.OPTED_OUT}
+"""Fates of turns that could have been trained and wait for nothing more."""
 REOPENS = frozenset({Fate.OPEN, Fate.NO_NEXT_STATE})
 """Fates a late reaction turns into `queued`."""
 
