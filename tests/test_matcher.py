@@ -133,8 +133,11 @@ def test_an_edited_message_is_a_branch_and_no_verdict() -> None:
 def calling(name: str, **arguments: str) -> dict[str, Any]:
     """An assistant message that calls a tool."""
     function = {"name": name, "arguments": json.dumps(arguments)}
-    call = {"id": "c1", "type": "function", "function": function}
-    return {"role": "assistant", "content": None, "tool_calls": [call]}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+    }
 
 
 def served(messages: list[dict[str, Any]], reply: dict[str, Any], **changes: Any) -> Exchange:
@@ -170,6 +173,21 @@ def test_a_supposed_sub_agent_to_whom_a_user_talks_on_is_a_turn() -> None:
     following = [user(text), assistant("What about this file?"), user("is it right?")]
     decision = matcher.observe(exchange(following, "It is."))
     assert (decision.turn_type, decision.binds) == ("main", pasted.id)
+
+
+def test_stateless_calls_of_one_harness_session_do_not_react_to_each_other() -> None:
+    check = {"role": "system", "content": "Your task is to process Bash commands that an agent wants to run."}
+    session = {"x-claude-code-session-id": "5f0c"}
+    matcher = Matcher()
+    matcher.observe(exchange([check, user("Command: git status")], "git status", headers=session))
+    decision = matcher.observe(exchange([check, user("Command: npm test")], "npm test", headers=session))
+    assert (decision.binds, decision.session) == (None, "x-claude-code-session-id:5f0c")
+
+
+def test_a_prompt_to_provide_a_title_is_a_side_call() -> None:
+    asks = "Provide a concise, 5-word-or-less title for the conversation"
+    decision = Matcher().observe(exchange([user(asks)], "Git status"))
+    assert decision.turn_type == "side"
 
 
 def said(message: Message) -> bytes:

@@ -135,8 +135,8 @@ class Finder:
     def _by_group(self, ask: Ask) -> Found | None:
         """The newest reply under the same id and of the same kind of request, where the transcript is mute.
 
-        Only a tag is trusted with that for any request; a harness's own id only where its requests carry
-        no history at all.
+        Only a tag is trusted with that for any request; a harness's own id never with one that holds a single
+        message of the user, since its stateless calls share it, unless the id stands for a history.
         """
         known = ask.known
         if known is None:
@@ -150,7 +150,7 @@ class Finder:
         fresh = not ask.transcript.groups and ask.transcript.lone
         if not newest.lone and (fresh or not known.is_tag):
             return None  # its client resends the history: this one opens another conversation
-        if not known.is_tag and ask.transcript.groups:
+        if not known.is_tag and (ask.transcript.groups or (ask.transcript.lone and not known.has_history)):
             return None
         if newest.parent is None and newest.request == ask.transcript.chains[-1]:
             return Found(None, 0, "tag", 0.5, f"the same opening request as {newest.id}, asked again")

@@ -145,7 +145,7 @@ class Instruction:
 
 _ASKS = {
     "title": r"\btitle generator\b"
-    r"|\b(?:generate|create|write|produce|give|suggest|make)\b[^.\n]{0,70}\b(?:title|headline)\b",
+    r"|\b(?:generate|create|write|produce|provide|give|suggest|make)\b[^.\n]{0,70}\b(?:title|headline)\b",
     "summary": r"summari[sz]ation (?:agent|assistant)"
     r"|\bsummari[sz]e\b[^.\n]{0,60}\b(?:conversation|chat|session|dialog|history|messages)"
     r"|summari[sz]ing (?:conversations|chats)|context checkpoint|handoff summary|prefix of a turn"

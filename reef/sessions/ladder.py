@@ -53,6 +53,11 @@ class KnownId:
         """Set on purpose for Reef, so that it may decide where the transcript can't."""
         return self.rule == "tag"
 
+    @property
+    def has_history(self) -> bool:
+        """The server keeps the history under it, so that its requests carry what is new only."""
+        return self.rule == "conversation"
+
 
 def known_id(exchange: Exchange, headers: Sequence[str] = HEADERS) -> KnownId | None:
     """The conversation a request says it belongs to. `headers` are the rungs below the tag."""
