@@ -190,6 +190,18 @@ def test_a_prompt_to_provide_a_title_is_a_side_call() -> None:
     assert decision.turn_type == "side"
 
 
+def test_words_beside_the_note_of_an_interruption_are_the_users() -> None:
+    first = exchange([user("run the tests")], "I run unittest.")
+    blocks = [{"type": "text", "text": t} for t in ("[Request interrupted by user]", "no, use pytest")]
+    history = [user("run the tests"), assistant("I run unittest."), {"role": "user", "content": blocks}]
+    matcher = Matcher()
+    matcher.observe(first)
+    decision = matcher.observe(exchange(history, "I run pytest."))
+    assert decision.binds == first.id
+    assert decision.next_state is not None
+    assert (decision.next_state.role, decision.next_state.text) == ("user", "no, use pytest")
+
+
 def said(message: Message) -> bytes:
     return join(a.digest for a in atoms_of([message]))
 

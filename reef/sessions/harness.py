@@ -58,6 +58,7 @@ _HARNESS = re.compile(
     r"|I updated the files\.|I committed the changes|I ran the command"
     r"|The LLM did not conform to the edit format|# Fix any (?:lint )?errors below|Fix any errors below)"
 )
+_INTERRUPTED = re.compile(r"\A\[Request interrupted by user[^\]]*\]\s*")
 _SIGNS = frozenset("[/NCWBATHIF#")
 """first characters of what harnesses write"""
 _OBSERVATION = re.compile(r"\AObservation:\s*")
@@ -76,6 +77,9 @@ def said(text: str) -> list[Said]:
     words = own_words(text)
     if not words.strip():
         return []
+    stopped = _INTERRUPTED.match(words)
+    if stopped and stopped.end() < len(words):
+        return [Said("harness", stopped[0].strip()), *said(words[stopped.end() :])]
     return [Said("harness" if _HARNESS.match(words) else "user", words)]
 
 
