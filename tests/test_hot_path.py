@@ -117,6 +117,23 @@ def test_a_caller_that_is_cancelled_leaves_its_exchange_to_the_writer(tmp_path: 
     assert LogReader(engine).count() == 40
 
 
+def test_large_records_of_callers_that_were_cancelled_are_in_the_log_a_closed_writer_leaves(tmp_path: Path) -> None:
+    engine = open_database(f"sqlite:///{tmp_path / 'log.db'}", LOG)
+    writer = LogWriter(engine)
+
+    async def run() -> None:
+        tasks = [asyncio.ensure_future(writer.exchange(record("x" * 2**21), large=True)) for _ in range(4)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await writer.drain()
+        writer.close()
+
+    asyncio.run(run())
+    assert LogReader(engine).count() == 4
+
+
 def test_the_write_ahead_log_is_copied_beside_the_writer_and_stays_short(tmp_path: Path) -> None:
     engine = open_database(f"sqlite:///{tmp_path / 'log.db'}", LOG)
     writer = LogWriter(engine)

@@ -42,6 +42,7 @@ def build_app(services: Services) -> Starlette:
             upkeep.cancel()
             await asyncio.gather(upkeep, return_exceptions=True)
         await services.engine.close()
+        await services.writer.drain()
         services.writer.close()
 
     def get(path: str, handler: Handler) -> Route:

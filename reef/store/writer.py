@@ -66,6 +66,8 @@ class LogWriter:
         self._written = 0
         """bytes of exchanges since the checkpoints were told"""
         self._large: deque[InPieces] = deque()
+        self._later: set[asyncio.Task[None]] = set()
+        """of callers whose item is not in the queue yet"""
         self._capacity = capacity
         self._queue: queue.SimpleQueue[Entry | Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
@@ -126,6 +128,11 @@ class LogWriter:
         twice if the database goes away meanwhile. Raises StoreError."""
         return await self._put(Work(run, waiting()))
 
+    async def drain(self) -> None:
+        """Returns once all that was given so far is in the queue, where `close` finds it."""
+        while self._later:
+            await asyncio.gather(*self._later, return_exceptions=True)
+
     def close(self) -> None:
         """Commit what waits, then stop."""
         self._queue.put(None)
@@ -136,7 +143,10 @@ class LogWriter:
         if self._queue.qsize() < self._capacity and not large:
             self._queue.put(item)
         else:  # the caller waits, the event loop does not
-            await asyncio.shield(asyncio.ensure_future(self._put_later(item)))
+            task = asyncio.ensure_future(self._put_later(item))
+            self._later.add(task)
+            task.add_done_callback(self._later.discard)
+            await asyncio.shield(task)
         return await item.caller
 
     async def _put_later(self, item: Entry | Work) -> None:
