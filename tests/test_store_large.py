@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, create_engine, func, select, text
+from sqlalchemy import Connection, Engine, create_engine, event, func, select, text
 
 from reef.errors import StoreError
 from reef.store import log as log_module
@@ -225,4 +225,17 @@ def test_a_log_from_before_there_were_pieces_is_brought_up_to_date(tmp_path: Pat
     asyncio.run(writer.exchange(new))
     writer.close()
     assert LogReader(engine).tail(0) == [old, new]
+    engine.dispose()
+
+
+def test_leftovers_are_found_without_reading_every_receipt(urls: Urls) -> None:
+    engine = open_database(urls[0], LOG)
+    asked: list[tuple[str, Any]] = []
+    event.listen(engine, "before_cursor_execute", lambda _c, _cursor, sql, values, *_: asked.append((sql, values)))
+    with writing(engine) as c:
+        remove_leftovers(c, time.time())
+        sql, values = next((sql, values) for sql, values in asked if "DELETE FROM pieces" in sql)
+        explain = "EXPLAIN" if engine.dialect.name == "postgresql" else "EXPLAIN QUERY PLAN"
+        plan = str(c.exec_driver_sql(f"{explain} {sql}", values).all())
+    assert ("Anti Join" in plan) if engine.dialect.name == "postgresql" else ("CORRELATED" in plan)
     engine.dispose()

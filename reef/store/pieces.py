@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, select
+from sqlalchemy import ColumnElement, Connection, Row, delete, exists, func, select
 
 from reef.errors import StoreError
 from reef.store.schema import exchanges, pieces
@@ -92,10 +92,14 @@ def remove(c: Connection, ids: Sequence[str]) -> None:
 
 def remove_unfinished(c: Connection, id: str) -> None:
     """Remove the pieces of a record whose row was not written."""
-    c.execute(delete(pieces).where(pieces.c.id == id, pieces.c.id.not_in(select(exchanges.c.id))))
+    c.execute(delete(pieces).where(pieces.c.id == id, _without_row()))
 
 
 def remove_leftovers(c: Connection, before: float) -> int:
     """Remove pieces written before a time whose row never came; returns how many."""
-    old = (pieces.c.time < before) & pieces.c.id.not_in(select(exchanges.c.id))
-    return c.execute(delete(pieces).where(old)).rowcount
+    return c.execute(delete(pieces).where(pieces.c.time < before, _without_row())).rowcount
+
+
+def _without_row() -> ColumnElement[bool]:
+    """Correlated: PostgreSQL reads all receipts for a NOT IN."""
+    return ~exists().where(exchanges.c.id == pieces.c.id)
