@@ -94,8 +94,9 @@ def turns_of(learn: Engine, session: str) -> list[str]:
 
 
 def learned_from(learn: Engine, ids: Sequence[str]) -> list[dict[str, Any]]:
-    """Which releases were or are being trained on these turns, oldest first: scenario, version, status
-    (training, released, held, pruned) and the turns."""
+    """Which releases were or are being trained on these turns themselves, oldest first: scenario, version,
+    status (training, released, held, pruned) and the turns. Later ones may have rehearsed a turn or been shown
+    it; only their jobs know."""
     found: dict[str, dict[str, Any]] = {}
     with learn.connect() as c:
         for some in _chunks(ids):
