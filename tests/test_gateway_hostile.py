@@ -210,7 +210,7 @@ def test_a_scenario_that_could_never_be_trained_is_refused_before_it_is_served(t
     with stack(tmp_path) as running:
         answers = []
         for name in names:
-            headers = {"x-reef-scenario": name.encode("latin-1")}
+            headers = {b"x-reef-scenario": name.encode("latin-1")}
             answers.append(HTTP.post(f"{running.url}/v1/chat/completions", json=body, headers=headers))
         assert [a.status_code for a in answers] == [400] * 5 + [200] * 2
         assert "no '.' or '-' in front" in answers[0].text

@@ -266,7 +266,9 @@ class LearnStore:
         query = select(verdicts).where(verdicts.c.charged == turn).order_by(verdicts.c.seq.desc())
         newest = c.execute(query.limit(1)).first()
         was = c.execute(query.where(verdicts.c.time <= formed).limit(1)).first()
-        return was is not None and self._contradicted(c, turn, was.verdict, newest.verdict, newest.judge)
+        if was is None or newest is None:
+            return False
+        return self._contradicted(c, turn, was.verdict, newest.verdict, newest.judge)
 
     def _contradicted(self, c: Connection, turn: str, was: int | None, value: int, judge: str) -> bool:
         if was is None or was == value:
