@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from reef.wire import completions, messages, responses
+from reef.wire.answer import Answer
 from reef.wire.chat import message_of
 from reef.wire.exchange import Api, Delivered, Exchange, Message
 from reef.wire.toolcalls import InOrder, ToolCalls, What
@@ -409,6 +410,19 @@ def test_completions_pass_through_and_are_recorded(running: Stack) -> None:
         assert list(exchange.sampled.prompt_ids) == ids("fish")
         assert exchange.sampled.topk[0][0] == (ord(" "), logprob(ord(" ")))
     assert _conversation(completions.to_chat({"prompt": "fish"})) == (Message("user", "fish"),)
+
+
+def test_log_probs_of_the_tokens_alone_are_given_where_a_completion_asks_for_them(running: Stack) -> None:
+    for stream in (False, True):
+        answer: Any = running.client().completions.create(model="m", prompt="fish", logprobs=0, stream=stream)
+        choice = next(iter(answer)).choices[0] if stream else answer.choices[0]
+        assert choice.logprobs is not None and choice.logprobs.token_logprobs[0] == logprob(ord(" "))
+
+
+def test_log_probs_of_an_engine_that_was_asked_for_no_ids_are_passed_on_as_they_are() -> None:
+    told = [{"token": "hé", "logprob": -0.5, "bytes": None}, {"token": "!", "logprob": 0.0, "top_logprobs": None}]
+    shown = Answer({"logprobs": True}).whole({"choices": [{"logprobs": {"content": told}}]})
+    assert shown["choices"][0]["logprobs"]["content"] == [{**entry, "top_logprobs": []} for entry in told]
 
 
 def test_tokens_are_counted_by_the_engine(running: Stack) -> None:

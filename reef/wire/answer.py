@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from reef.wire.exchange import Sampled, Sampling
-from reef.wire.tokenids import named_ids, take_prompt_ids
+from reef.wire.tokenids import NAMED, named_ids, take_prompt_ids
 from reef.wire.toplogprobs import read_logprobs, take_logprobs
 
 READ_AT_BYTES = 1 << 17
@@ -69,6 +69,9 @@ def sampling_of(sent: Mapping[str, Any]) -> Sampling:
 
 
 def _text_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A token by its text, as an engine that was not asked for ids names it."""
+    if not str(entry.get("token")).startswith(NAMED):
+        return dict(entry)
     raw = entry.get("bytes")
     text = bytes(raw).decode("utf-8", "replace") if raw else ""
     return {"token": text, "logprob": entry["logprob"], "bytes": raw}
@@ -90,7 +93,8 @@ class Answer:
 
     def __init__(self, request: Mapping[str, Any]) -> None:
         """`request`: the engine's request before Reef added anything."""
-        self._asked_logprobs = request.get("logprobs") not in (None, False)
+        asked = request.get("logprobs")
+        self._asked_logprobs = asked is not None and asked is not False  # 0 asks for those of the tokens alone
         self._asked_top = int(request.get("top_logprobs") or 0)
         self._asked_ids = bool(request.get("return_token_ids"))
         self._asked_tokens_as_ids = bool(request.get("return_tokens_as_token_ids"))
@@ -235,7 +239,10 @@ class Answer:
         content = (shown["logprobs"] or {}).get("content")
         if content is not None and not self._asked_tokens_as_ids:
             entries = [
-                {**_text_entry(e), "top_logprobs": [_text_entry(t) for t in e["top_logprobs"][: self._asked_top]]}
+                {
+                    **_text_entry(e),
+                    "top_logprobs": [_text_entry(t) for t in (e.get("top_logprobs") or [])[: self._asked_top]],
+                }
                 for e in content
             ]
             shown["logprobs"] = {**shown["logprobs"], "content": entries}

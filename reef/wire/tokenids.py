@@ -13,7 +13,7 @@ from typing import overload
 import orjson
 
 _PROMPT = b'"prompt_token_ids":['
-_NAMED = "token_id:"
+NAMED = "token_id:"
 _PIECE = 1 << 20
 """bytes looked at in one go, so that other threads have their turn"""
 
@@ -73,7 +73,7 @@ def _integers(content: bytes, start: int, end: int) -> bool:
 
 def named_ids(tokens: Sequence[str]) -> list[int | None]:
     """The ids of tokens named by them (`token_id:17`), None for any other token."""
-    digits = ("\n" + "\n".join(tokens)).split("\n" + _NAMED)
+    digits = ("\n" + "\n".join(tokens)).split("\n" + NAMED)
     if len(digits) == len(tokens) + 1 and "".join(digits).isdigit():
         try:
             return list(map(int, digits[1:]))
@@ -83,5 +83,5 @@ def named_ids(tokens: Sequence[str]) -> list[int | None]:
 
 
 def _named_id(token: str) -> int | None:
-    digits = token.removeprefix(_NAMED)
+    digits = token.removeprefix(NAMED)
     return int(digits) if digits != token and digits.isdigit() else None
