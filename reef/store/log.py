@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Row, Table, func, select
+from sqlalchemy import Connection, Engine, Row, func, select
 
 from reef.errors import StoreError
 from reef.store.pieces import joined
@@ -102,11 +102,7 @@ class LogReader:
 
     def count(self) -> int:
         """How many exchanges were ever recorded."""
-        return self._last(exchanges)
-
-    def _last(self, table: Table) -> int:
-        with self._engine.connect() as connection:
-            return connection.execute(select(func.max(table.c.seq))).scalar() or 0
+        return self.newest_seq()
 
     def reports(self, after: int, limit: int = 256) -> list[StoredReport]:
         query = select(reports).where(reports.c.seq > after).order_by(reports.c.seq).limit(limit)
