@@ -15,6 +15,7 @@ from reef.learner.judging import Judging
 from reef.learner.turns import Turns
 from reef.recipe import Report, Turn, Verdict
 from reef.sessions.fate import Fate
+from reef.store.forget import erase_in_learn
 from reef.store.rows import append_exchanges, exchange_row
 from reef.store.schema import exchanges
 from reef.wire.exchange import Exchange
@@ -169,3 +170,15 @@ def test_a_batch_of_large_records_is_cut_by_its_bytes(tmp_path: Path, monkeypatc
     assert [row.seq for row in service.log.tail(0, 1)] == [1]
     with service.log_engine.connect() as c:
         assert len(c.execute(select(exchanges.c.seq)).all()) == sum(map(len, read))
+
+
+def test_a_forgotten_reaction_that_still_waits_is_not_written_again(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    at = time.time()
+    first, maybe = waits_for(service, at)
+    with service.learn.begin() as c:
+        erase_in_learn(c, [maybe.id], "asked to")
+    service.observer.forget([maybe.id])
+    service.observer.expire(at + 100)
+    assert all(words != "and in words?" for _, words in service.bindings().values())
+    assert service.learn.fate(first.id) is not Fate.QUEUED

@@ -98,9 +98,11 @@ class Observer:
         return len(old) + len(due)
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Drop exchanges whose words were erased from the matcher's memory."""
-        for id in ids:
+        """Drop exchanges whose words were erased from the matcher's memory, and reactions that would be handed on."""
+        gone = set(ids)
+        for id in gone:
             self._matcher.index.drop(id)
+        self._waiting = {child: waiting for child, waiting in self._waiting.items() if not gone & {child, waiting.turn}}
 
     def _load(self) -> None:
         """Go on from what is committed, as at the start."""
