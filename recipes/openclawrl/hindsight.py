@@ -1,7 +1,7 @@
 """Cold start: what the frozen base answers when it knows the wish, where nothing has been accepted yet.
 
-A rejected reply and its hint are turned into `n` replies of the untrained policy to the session's opening
-request with the hint and this user's earlier hints under a heading; the one that the judge's endpoint finds
+A rejected reply and its hint are turned into `n` replies of the untrained policy to the request it failed to
+meet, with the hint and this user's earlier hints under a heading; the one that the judge's endpoint finds
 to meet the wish is kept. Invariants: every kept reply is one line of a file, marked synthetic; a user's
 first accepted reply displaces them all; trouble here never keeps a verdict back. It knows no weights.
 """

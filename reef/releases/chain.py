@@ -19,7 +19,7 @@ from typing import Any
 from reef.errors import ModelError
 
 MANIFEST = "release.json"
-SCENARIO = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+_SCENARIO = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 SCENARIO_RULE = "a scenario's name has at most 64 of A-Z, a-z, 0-9, '.', '_' and '-', and no '.' or '-' in front"
 _PIECE = 2**20
 """bytes read at a time: full weights are hundreds of megabytes"""
@@ -72,7 +72,7 @@ def adapter_name(scenario: str, version: int) -> str:
 
 def is_scenario(name: str) -> bool:
     """Whether a name can be a scenario's: it names a folder, and comes from a client's header."""
-    return SCENARIO.fullmatch(name) is not None
+    return _SCENARIO.fullmatch(name) is not None
 
 
 def version_folder(directory: str | Path, scenario: str, version: int) -> Path:

@@ -39,12 +39,10 @@ class Wording:
     @staticmethod
     def none() -> Wording:
         """A model that says nothing."""
-        return Wording(torch.zeros(1, len(VERDICTS)), torch.zeros(len(VERDICTS)))
+        return Wording(torch.zeros(BUCKETS, len(VERDICTS)), torch.zeros(len(VERDICTS)))
 
     def logits(self, said: Sequence[Said]) -> Tensor:
         """[N, 3] in the order of `VERDICTS`."""
-        if len(self.table) < BUCKETS:
-            return self.prior.expand(len(said), -1)
         return torch.stack([self.prior + mean_of(self.table, features(*one)) for one in said])
 
 
